@@ -1,0 +1,1 @@
+"""What the parts of Lastwords say to each other: messages, files, piece table. Pure, standard library only."""

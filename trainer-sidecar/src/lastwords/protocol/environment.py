@@ -1,0 +1,20 @@
+"""Environment variables by which launcher, runner and Checkpointer find each other. All begin with LASTWORDS_."""
+
+from __future__ import annotations
+
+VOLUME = "LASTWORDS_VOLUME"
+"""Folder of the worker's memory volume; its absence means: nothing protects this process."""
+ATTEMPT = "LASTWORDS_ATTEMPT"
+WORKER = "LASTWORDS_WORKER"
+WORKERS = "LASTWORDS_WORKERS"
+PROCESSES_PER_WORKER = "LASTWORDS_PROCESSES_PER_WORKER"
+WORKER_UID = "LASTWORDS_WORKER_UID"
+"""Unique per worker of a job; the launcher finds left-over processes by it."""
+MODE = "LASTWORDS_MODE"
+"""overlap (default, scheme 2), manual (scheme 1: the script calls wait()), blocking."""
+STORAGE = "LASTWORDS_STORAGE"
+"""Storage folder for a script that runs under plain python: saves and restores in its own process."""
+SAVE_EVERY_STEPS = "LASTWORDS_SAVE_EVERY_STEPS"
+SLOTS = "LASTWORDS_SLOTS"
+MEMORY_LIMIT_BYTES = "LASTWORDS_MEMORY_LIMIT_BYTES"
+"""Most that this worker's slots and records may take in the memory volume."""

@@ -1,0 +1,54 @@
+"""
+Names in a worker's memory volume.
+
+    control-00001             control block of rank 1
+    records-00001             four record areas of rank 1 (see `records.area_index`)
+    layout.json               chunks, pieces and part files of the layout generation in force
+    slot-0-00001.safetensors  part of rank 1 in slot 0, written in place
+    slot-0-00001.commit       its commit area: SlotRecord, written last
+    pins                      u64 per slot and local rank: step + 1 that the agent is reading, 0 = none
+    agent.sock                where launcher and ranks find the agent
+    neighbour/                records of another worker's ranks, kept by this agent
+"""
+
+from __future__ import annotations
+
+PINS = "pins"
+LAYOUT = "layout.json"
+AGENT_SOCKET = "agent.sock"
+COMMIT_AREA_BYTES = 64 * 1024
+RECORD_AREAS = 4
+
+
+def control(rank: int) -> str:
+    """File of the control block of `rank`."""
+    return f"control-{rank:05d}"
+
+
+def records(rank: int) -> str:
+    """File of the record areas of `rank`."""
+    return f"records-{rank:05d}"
+
+
+def part(slot: int, rank: int) -> str:
+    """Part file: a safetensors file that holds what `rank` snapshots of the worker's state."""
+    return f"slot-{slot}-{rank:05d}.safetensors"
+
+
+def part_commit(slot: int, rank: int) -> str:
+    """Commit area of a part file."""
+    return f"slot-{slot}-{rank:05d}.commit"
+
+
+def record_area_index(step: int, *, provisional: bool) -> int:
+    """
+    Which of the four areas takes the record of `step`.
+
+    Two steps times (final, provisional): writing one never destroys the newest valid one of the others.
+    """
+    return 2 * (step % 2) + (1 if provisional else 0)
+
+
+def pin_index(slot: int, local_rank: int, processes_per_worker: int) -> int:
+    """Index of the pin word of a part."""
+    return slot * processes_per_worker + local_rank
