@@ -1,0 +1,1 @@
+"""The FaultTolerantJob as users write it: spec, status, conditions."""

@@ -1,0 +1,1 @@
+"""The one-machine side: workers as processes in place of pods."""

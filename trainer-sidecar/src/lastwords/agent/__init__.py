@@ -1,0 +1,1 @@
+"""The sidecar of one worker: keeps, moves and persists the state of its ranks. Never imports torch."""

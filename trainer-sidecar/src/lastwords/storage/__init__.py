@@ -1,0 +1,1 @@
+"""Checkpoint storage behind one small protocol."""

@@ -1,0 +1,1 @@
+"""The part of Lastwords inside the training process. Needs torch and numpy."""
