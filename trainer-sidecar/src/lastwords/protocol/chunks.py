@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -62,7 +63,7 @@ def split(chunk: Chunk, cuts: Sequence[Sequence[int]]) -> list[Chunk]:
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
     for offset, size, marks in zip(chunk.offsets, chunk.sizes, cuts, strict=True):
         edges = [offset, *(m for m in marks if offset < m < offset + size), offset + size]
-        spans = [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        spans = [(a, b - a) for a, b in itertools.pairwise(edges)]
         boxes = [((*o, a), (*s, n)) for o, s in boxes for a, n in spans]
     return [dataclasses.replace(chunk, offsets=o, sizes=s) for o, s in boxes]
 

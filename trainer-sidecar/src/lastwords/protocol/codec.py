@@ -54,7 +54,7 @@ def loads(cls: type[T], text: bytes | str, path: str = "") -> T:
     return from_plain(cls, data, path)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 

@@ -153,7 +153,7 @@ def local_holders(holders: int, worker: int, topology: Topology) -> list[int]:
 
 def shares(summary: TableSummary) -> tuple[Share, ...]:
     """All shares; a piece has as many as the worker with most holders of it has holders."""
-    result = []
+    result: list[Share] = []
     for number, piece in enumerate(summary.pieces):
         counts = (
             len(local_holders(piece.holders, worker, summary.topology)) for worker in range(summary.topology.workers)

@@ -102,10 +102,7 @@ def parse_header(head: bytes, file_bytes: int) -> tuple[tuple[Entry, ...], dict[
         header = json.loads(head[8 : 8 + length])
         metadata = header.pop("__metadata__", {})
         rows = sorted(
-            (
-                (name, NAMES[row["dtype"]], tuple(row["shape"]), *row["data_offsets"])
-                for name, row in header.items()
-            ),
+            ((name, NAMES[row["dtype"]], tuple(row["shape"]), *row["data_offsets"]) for name, row in header.items()),
             key=lambda row: (row[3], row[4]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
