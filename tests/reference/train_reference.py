@@ -118,11 +118,12 @@ def digests_of_all_ranks(own: bytes, world_size: int) -> list[str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the reference model.")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--schedule-steps", type=int, help="period of the learning rate; default: --steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="result; losses go to <out>.rank<k>.jsonl")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--samples", type=int, default=200, help="size of the data set: samples per epoch and rank")
-    parser.add_argument("--width", type=int, default=64, help="2600 makes a state of about 220 MB")
+    parser.add_argument("--width", type=int, default=64, help="3700 makes a state of about 220 MB")
     parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
     parser.add_argument("--loader-workers", type=int, default=2)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="makes each step this much longer")
@@ -149,7 +150,7 @@ def main() -> None:
         model = DistributedDataParallel(net, find_unused_parameters=True, broadcast_buffers=False)
     opt = torch.optim.AdamW(net.body.parameters(), lr=1e-3)
     head_opt = torch.optim.SGD(net.head.parameters(), lr=1e-2, momentum=0.9)
-    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=max(args.steps, 1))
+    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=max(args.schedule_steps or args.steps, 1))
 
     shuffle = torch.Generator().manual_seed(args.seed + rank)
     loader = DataLoader(
@@ -187,7 +188,7 @@ def main() -> None:
     own = digest({"model": net, "ema": ema}, {"optimizer": opt, "head_optimizer": head_opt})
     ranks = digests_of_all_ranks(own, world_size)
     if rank == 0:
-        result = {"sha256": ranks[0], "ranks": ranks, "steps": args.steps, "world_size": world_size}
+        result = {"sha256": ranks[0], "ranks": ranks, "steps": ckpt.step, "world_size": world_size}
         args.out.write_text(json.dumps(result) + "\n")
         print(f"sha256 {ranks[0]}", flush=True)
     if world_size > 1:
