@@ -23,8 +23,14 @@ PURE = ["lastwords.protocol", "lastwords_operator.core"]
 
 @functools.cache
 def tracked() -> list[pathlib.Path]:
+    """All files of the repository; without git (an unpacked archive) all but what .gitignore names at the top."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    try:
+        listing = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        skipped = {".git", ".venv", "build", "dist", "runs", "__pycache__"}
+        walked = (path for path in ROOT.rglob("*") if not skipped & set(path.relative_to(ROOT).parts))
+        return sorted(path for path in walked if path.is_file() and "_cache" not in str(path.relative_to(ROOT)))
     return sorted(path for name in listing.split("\0") if name and (path := ROOT / name).is_file())
 
 
