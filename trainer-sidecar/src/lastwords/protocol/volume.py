@@ -6,6 +6,7 @@ Names in a worker's memory volume.
     layout.json               chunks, pieces and part files of the layout generation in force
     slot-0-00001.safetensors  part of rank 1 in slot 0, written in place
     slot-0-00001.commit       its commit area: SlotRecord, written last
+    slot-0-00001.record       one area: the small record of rank 1 at the slot's step (see `part_rank_record`)
     pins                      u64 per slot and local rank: step + 1 that the agent is reading, 0 = none
     agent.sock                where launcher and ranks find the agent
     neighbour/                records of another worker's ranks, kept by this agent
@@ -38,6 +39,16 @@ def part(slot: int, rank: int) -> str:
 def part_commit(slot: int, rank: int) -> str:
     """Commit area of a part file."""
     return f"slot-{slot}-{rank:05d}.commit"
+
+
+def part_rank_record(slot: int, rank: int) -> str:
+    """
+    One area (the whole file) that holds the small record of `rank` at the step of the slot.
+
+    The four record areas keep two steps only; this one lives as long as the part beside it. It is written before
+    the part's commit area; it belongs to the part when step and attempt in its head are those of the commit.
+    """
+    return f"slot-{slot}-{rank:05d}.record"
 
 
 def record_area_index(step: int, *, provisional: bool) -> int:
