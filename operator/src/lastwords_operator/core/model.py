@@ -11,7 +11,7 @@ import dataclasses
 import enum
 
 from lastwords.protocol.lineage import LineageEntry
-from lastwords.protocol.messages import RestorePlan, RestoreSource
+from lastwords.protocol.messages import PersistOrder, RestorePlan, RestoreSource
 from lastwords.protocol.pieces import Topology
 from lastwords.protocol.snapshots import SnapshotPlan
 
@@ -216,21 +216,24 @@ class LastWords:
     """Until then ranks that are believed alive may still acknowledge the hold."""
     newest_step: int = 0
     """Newest boundary that any rank had passed: what "steps lost" is counted from."""
-    stacks: int = 0
     release_to: int | None = None
     release_deadline: float | None = None
-    copy_number: int = 0
-    """Number of the live copy under way; 0 = none."""
-    copy_step: int | None = None
-    copy_deadline: float | None = None
-    writers: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Part (by rank) to the rank that writes it, over all workers."""
     tried: tuple[int, ...] = ()
     """Steps whose live copy failed: not tried again, except from what is ready."""
     refusals: tuple[str, ...] = ()
     """Why newer steps could not be kept."""
     kept: Source | None = None
     """Set once: what is kept."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copy:
+    """The live copy under way. `writers`: part (by rank) to the rank that writes it, over all workers."""
+
+    number: int
+    step: int
+    deadline: float
+    writers: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -370,3 +373,7 @@ class JobStatus:
     """Live copies ordered so far; the newest one's number."""
     stacks: int = 0
     """Stack collections ordered so far."""
+    copy: Copy | None = None
+    persist: PersistOrder | None = None
+    """Kept state that has to reach storage before the job may end."""
+    persist_deadline: float | None = None
