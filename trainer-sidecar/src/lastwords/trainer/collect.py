@@ -1,0 +1,255 @@
+"""
+Lists the state of this rank: chunks with their live tensors, cached, and checked at each boundary.
+
+Addresses stay the same over steps; they change when an optimizer's first step makes its state, with `load_state_dict`
+and with `module.double()`. The check compares identities and addresses, the list is made anew only on a mismatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lastwords.protocol import chunks as chunks_
+from lastwords.protocol.chunks import Chunk
+from lastwords.trainer import hoststate
+from lastwords.trainer.parts import Parts, StateError
+
+EXTRA_STATE = "_extra_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """A chunk and the memory of this process that holds it."""
+
+    chunk: Chunk
+    tensor: torch.Tensor
+    """What the script holds; its version counter tells of changes."""
+    local: torch.Tensor
+    """The box itself, as a plain tensor without gradient."""
+
+
+@dataclasses.dataclass
+class State:
+    """One listing. `stable`: parameters and optimizer state. `volatile`: buffers, which change in forward."""
+
+    stable: list[Live] = dataclasses.field(default_factory=list)
+    volatile: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """`get_extra_state()` of modules, by name."""
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    """A second name of a tensor (tied weights) -> its first name."""
+    parameter_names: dict[int, str] = dataclasses.field(default_factory=dict)
+    """id(parameter) -> name, for optimizer state."""
+    optimizer_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Optimizer state that is no tensor: `<part>.state.<parameter>.<key>` -> value."""
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The layout: sorted, without empty chunks."""
+        return tuple(sorted(live.chunk for live in self.stable))
+
+    def versions(self) -> tuple[int, ...]:
+        """Version counters of all stable tensors."""
+        return tuple(live.tensor._version for live in self.stable)
+
+
+class Collector:
+    """Keeps the newest listing and knows when it is out of date."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._known_parameters: dict[int, str] = {}
+        self._checks: list[tuple[torch.Tensor, int, int]] = []
+        self._modules: list[tuple[nn.Module, int, int, int]] = []
+        self._slots: list[tuple[dict[str, Any], str, Any]] = []
+        self._optimizer_slots: list[tuple[Any, Any, Any, int]] = []
+        self.state = State()
+        self.rebuild()
+
+    def refresh(self) -> bool:
+        """Bring the listing up to date; True when the layout (names, boxes, types) is another one now."""
+        if self._valid():
+            return False
+        before = self.state.chunks
+        self.rebuild()
+        return self.state.chunks != before
+
+    def rebuild(self) -> None:
+        """List everything. Raises StateError for what cannot be saved."""
+        self.state = State()
+        seen: dict[tuple[Any, ...], str] = {}
+        self._slots, self._modules, self._optimizer_slots = [], [], []
+        for part, module in self._parts.modules.items():
+            self._list_module(part, module, seen)
+        for part, optimizer in self._parts.optimizers.items():
+            self._list_optimizer(part, optimizer, seen)
+        self._known_parameters = self.state.parameter_names
+        watched = [live.tensor for live in self.state.stable] + list(self.state.volatile.values())
+        self._checks = [(tensor, tensor.data_ptr(), tensor.numel()) for tensor in watched]
+
+    # -- listing ----------------------------------------------------------------------------------
+
+    def _list_module(self, part: str, module: nn.Module, seen: dict[tuple[Any, ...], str]) -> None:
+        for name, value in module.state_dict(keep_vars=True).items():
+            full = f"{part}.{name}"
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                self.state.extra[full] = value
+            elif not isinstance(value, torch.Tensor):
+                kind = type(value)
+                raise StateError(f"{full} is a {kind.__module__}.{kind.__qualname__} in a state_dict, not a tensor")
+            elif isinstance(value, nn.Parameter):
+                self.state.parameter_names.setdefault(id(value), full)
+                self._add_stable(full, value, seen)
+            elif value.numel():
+                self._add_volatile(full, value, seen)
+        for inner in module.modules():
+            self._modules.append((inner, len(inner._parameters), len(inner._buffers), len(inner._modules)))
+            for table in (inner._parameters, inner._buffers):
+                self._slots.extend((table, name, value) for name, value in table.items())
+
+    def _list_optimizer(self, part: str, optimizer: Any, seen: dict[tuple[Any, ...], str]) -> None:
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = self._name_parameter(part, parameter, f"{group_index}.{index}", seen)
+                slots = optimizer.state.get(parameter, {})
+                # Asked by key again at each check: load_state_dict installs new dicts.
+                self._optimizer_slots.append((optimizer, parameter, dict(slots), len(slots)))
+                for key, value in slots.items():
+                    full = f"{part}.state.{name}.{key}"
+                    if not isinstance(key, str) or "." in key:
+                        raise StateError(f"{full}: the name of an optimizer's state must be a text without dots")
+                    if isinstance(value, torch.Tensor):
+                        self._add_stable(full, value, seen)
+                    else:
+                        self.state.optimizer_values[full] = value
+
+    def _name_parameter(self, part: str, parameter: Any, place: str, seen: dict[tuple[Any, ...], str]) -> str:
+        known = self.state.parameter_names.get(id(parameter))
+        if known is not None:
+            return known
+        if id(parameter) in self._known_parameters and not self._known_parameters[id(parameter)].startswith(f"{part}."):
+            raise StateError(
+                f"{part} still holds {self._known_parameters[id(parameter)]}, which is no longer in the model (was it "
+                "replaced with assign=True?): its updates would go nowhere. Make the optimizer when the model is complete"
+            )
+        # A parameter of no registered module: kept under the optimizer's name.
+        name = f"{part}.params.{place}"
+        self.state.parameter_names[id(parameter)] = name
+        self._add_stable(name, parameter, seen)
+        return name
+
+    def _add_stable(self, name: str, tensor: torch.Tensor, seen: dict[tuple[Any, ...], str]) -> None:
+        for live in _chunks_of(name, tensor):
+            if self._alias(name, live.local, seen):
+                self.state.aliases[name] = seen[_identity(live.local)]
+            else:
+                self.state.stable.append(live)
+
+    def _add_volatile(self, name: str, tensor: torch.Tensor, seen: dict[tuple[Any, ...], str]) -> None:
+        _check_plain(name, tensor)
+        if self._alias(name, tensor.detach(), seen):
+            self.state.aliases[name] = seen[_identity(tensor)]
+        else:
+            self.state.volatile[name] = tensor
+
+    def _alias(self, name: str, local: torch.Tensor, seen: dict[tuple[Any, ...], str]) -> bool:
+        return seen.setdefault(_identity(local), name) != name
+
+    # -- checking ---------------------------------------------------------------------------------
+
+    def _valid(self) -> bool:
+        for tensor, address, count in self._checks:
+            if tensor.data_ptr() != address or tensor.numel() != count:
+                return False
+        for module, parameters, buffers, modules in self._modules:
+            if (len(module._parameters), len(module._buffers), len(module._modules)) != (parameters, buffers, modules):
+                return False
+        for table, name, value in self._slots:
+            if table.get(name) is not value:
+                return False
+        return all(self._same_slots(*row) for row in self._optimizer_slots)
+
+    @staticmethod
+    def _same_slots(optimizer: Any, parameter: Any, slots: dict[str, Any], count: int) -> bool:
+        now = optimizer.state.get(parameter, None)
+        if now is None:
+            return not count
+        if len(now) != count:
+            return False
+        for key, value in slots.items():
+            new = now.get(key)
+            if new is not value and (isinstance(value, torch.Tensor) or isinstance(new, torch.Tensor)):
+                return False
+        return True
+
+    def optimizer_values(self) -> dict[str, Any]:
+        """Values of now of the optimizer state that is no tensor (they change without a new listing)."""
+        found: dict[str, Any] = {}
+        if not self.state.optimizer_values:
+            return found
+        for part, optimizer in self._parts.optimizers.items():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self.state.parameter_names[id(parameter)]
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        if not isinstance(value, torch.Tensor):
+                            found[f"{part}.state.{name}.{key}"] = value
+        return found
+
+
+def parameters_by_name(parts: Parts, state: State) -> Iterator[tuple[str, Any, str, Any, dict[str, Any]]]:
+    """(optimizer part, optimizer, parameter name, parameter, group) of everything that is optimised."""
+    for part, optimizer in parts.optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield part, optimizer, state.parameter_names[id(parameter)], parameter, group
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if not tensor.numel():
+        return ("empty", id(tensor))
+    return (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device))
+
+
+def _chunks_of(name: str, tensor: torch.Tensor) -> list[Live]:
+    """The boxes of `tensor` that this process holds; none of an empty one."""
+    boxes = getattr(tensor, "__create_chunk_list__", None)
+    if boxes is None:
+        _check_plain(name, tensor)
+        if not tensor.numel():
+            return []
+        local = tensor.detach()
+        return [Live(chunks_.whole(name, _dtype(name, tensor), tuple(tensor.shape)), tensor, local)]
+    local = cast(Any, tensor.detach()).to_local()
+    found = []
+    for box in boxes():
+        offsets, sizes = tuple(box.offsets), tuple(box.sizes)
+        if 0 in sizes:
+            continue
+        if tuple(local.shape) != sizes:
+            raise StateError(f"{name}: the shard is {tuple(local.shape)}, its place in the whole tensor {sizes}")
+        found.append(Live(Chunk(name, offsets, sizes, tuple(tensor.shape), _dtype(name, tensor)), tensor, local))
+    return found
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        kind = type(tensor)
+        raise StateError(f"{name} is a {kind.__module__}.{kind.__qualname__}: tensor subclasses cannot be saved yet")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise StateError(f"{name} is a {tensor.layout} tensor: only dense ones can be saved")
+    if tensor.device.type == "meta":
+        raise StateError(f"{name} has no memory yet (device meta): make the Checkpointer after the model is complete")
+    _dtype(name, tensor)
+
+
+def _dtype(name: str, tensor: torch.Tensor) -> str:
+    try:
+        return hoststate.dtype_name(tensor.dtype)
+    except KeyError:
+        raise StateError(f"{name} is of {tensor.dtype}, which safetensors files do not have") from None

@@ -1,0 +1,295 @@
+"""
+A plain DataLoader that can go on in the middle of an epoch.
+
+Its position is (epoch, batches consumed, generator states when the epoch began). On restore the first iteration
+draws the same order from the same states and skips the consumed batches in the *sampler*, without loading them; then
+it sets the generators back, so that the process's random numbers go on as if nothing had happened. Batches that
+loader processes have prepared but the script has not seen do not count as consumed.
+
+Loader processes are seeded for each batch (from the epoch's states and the batch's number), so that augmentations
+do not depend on which process makes a batch or on how many it made before. Random state that a data set keeps in
+itself is not covered.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lastwords.trainer import randomness
+
+log = logging.getLogger("lastwords")
+
+
+class Position:
+    """Where a loader is. Lives beside the loader; its state goes to the small record."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.epoch = 0
+        """Epochs begun before the current one."""
+        self.consumed = 0
+        self.began: dict[str, Any] | None = None
+        """Generator states when the epoch began; None before the first."""
+        self.ended = True
+        self.resuming = False
+        """The next iteration goes on inside of the epoch."""
+        self.restores = 0
+        self.iterator: weakref.ref[Batches] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """For the small record."""
+        # An iterator that nobody holds any more was left with `break`: its epoch is over.
+        alive = self.iterator is not None and self.iterator() is not None
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "began": self.began,
+            "ended": self.ended or not (alive or self.resuming),
+            "now": _generator_states(self._loader),
+        }
+
+    def load(self, state: dict[str, Any], *, reseed: tuple[int, int] | None = None) -> None:
+        """Go on where `state` was. `reseed` (step, rank): the state is another rank's, take only its epoch."""
+        self.epoch, self.consumed, self.began = state["epoch"], state["consumed"], state["began"]
+        self.ended = state["ended"] or reseed is not None
+        self.resuming = not self.ended
+        self.restores += 1
+        if reseed is None:
+            _set_generator_states(self._loader, state["now"])
+        else:
+            for name, generator in _generators(self._loader).items():
+                generator.manual_seed(randomness.stable_seed("loader", name, *reseed))
+
+    def begin_epoch(self) -> int:
+        """Note the generators' states, in front of everything the iterator draws. Returns the epoch's seed."""
+        if self.began is not None:
+            self.epoch += 1
+        self.consumed = 0
+        self.began = {"process": randomness.capture(), "generators": _generator_states(self._loader)}
+        self.ended = False
+        self._set_sampler_epoch()
+        return self.seed()
+
+    def seed(self) -> int:
+        """Seed of the current epoch: the same in a run that is resumed inside of it."""
+        assert self.began is not None
+        words: list[int | str | bytes] = [self.epoch, self.began["process"]["torch"].numpy().tobytes()]
+        words += [state.numpy().tobytes() for state in self.began["generators"].values()]
+        return randomness.stable_seed(*words)
+
+    def resume_epoch(self) -> dict[str, Any]:
+        """Put the generators to where the epoch began; returns the states to go back to."""
+        assert self.began is not None
+        now = {"process": randomness.capture(), "generators": _generator_states(self._loader)}
+        randomness.restore(self.began["process"])
+        _set_generator_states(self._loader, self.began["generators"])
+        self._set_sampler_epoch()
+        self.resuming = False
+        return now
+
+    def return_to(self, now: dict[str, Any]) -> None:
+        """Undo what drawing the order of a resumed epoch did to the generators."""
+        randomness.restore(now["process"])
+        _set_generator_states(self._loader, now["generators"])
+
+    def _set_sampler_epoch(self) -> None:
+        for sampler in _samplers(self._loader):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+
+
+class Batches(Iterator[Any]):
+    """Iterator over one epoch that counts what the script takes."""
+
+    def __init__(self, loader: Any, position: Position) -> None:
+        self._loader = loader
+        self._position = position
+        self._inner: Any = None
+        self._restores = position.restores
+        self._open()
+
+    def __next__(self) -> Any:
+        if self._restores != self._position.restores:
+            # Made before the restore: go on where the restored run was.
+            self._restores = self._position.restores
+            self._inner = None
+            self._open()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self._position.ended = True
+            raise
+        self._position.consumed += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _open(self) -> None:
+        position, loader = self._position, self._loader
+        position.iterator = weakref.ref(self)
+        if not position.resuming:
+            loader._lastwords_index.begin(position.begin_epoch(), 0)
+            self._inner = loader._lastwords_open()
+            return
+        now = position.resume_epoch()
+        try:
+            skip_in_sampler = not isinstance(loader.dataset, IterableDataset)
+            loader._lastwords_index.begin(position.seed(), position.consumed if skip_in_sampler else 0)
+            self._inner = loader._lastwords_open()
+            if not skip_in_sampler:
+                log.warning(
+                    "lastwords: an iterable data set has no sampler: %d batches are read again", position.consumed
+                )
+                for _ in range(position.consumed):
+                    next(self._inner, None)
+        finally:
+            position.return_to(now)
+
+
+class Numbered(list[Any]):
+    """Indices of one batch, with what a loader process needs to seed itself for it."""
+
+    seed = 0
+
+
+class Index:
+    """In place of the loader's batch sampler: skips what was consumed, numbers the rest."""
+
+    def __init__(self, inner: Any, numbered: bool) -> None:
+        self.inner = inner
+        self._numbered = numbered
+        self._seed = 0
+        self._skip = 0
+
+    def begin(self, seed: int, skip: int) -> None:
+        """Seed of the coming epoch, and how many batches of it are over."""
+        self._seed, self._skip = seed, skip
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not a generator function: skipping must be done before anything else draws random numbers.
+        iterator = iter(self.inner)
+        for _ in range(self._skip):
+            next(iterator, None)
+        return self._numbers(iterator, self._seed, self._skip) if self._numbered else iterator
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while being unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @staticmethod
+    def _numbers(iterator: Iterator[Any], seed: int, first: int) -> Iterator[Any]:
+        for number, indices in enumerate(iterator, first):
+            batch = Numbered(indices)
+            batch.seed = randomness.stable_seed(seed, number)
+            yield batch
+
+
+class SeededDataset:
+    """In place of the loader's data set: seeds the loader process before it makes a batch."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        if isinstance(indices, Numbered) and get_worker_info() is not None:
+            random.seed(indices.seed)
+            np.random.seed(indices.seed % (1 << 32))
+            torch.manual_seed(indices.seed)
+        many = getattr(self.inner, "__getitems__", None)
+        if many:
+            found: list[Any] = many(list(indices))
+            return found
+        return [self.inner[index] for index in indices]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.inner[index]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # while being unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class _Tracked:
+    """Mixed into the class of a loader that a Checkpointer keeps."""
+
+    _lastwords_position: Position
+
+    def __iter__(self) -> Iterator[Any]:
+        return Batches(self, self._lastwords_position)
+
+    def _lastwords_open(self) -> Iterator[Any]:
+        return super().__iter__()  # type: ignore[misc,no-any-return]
+
+
+def track(loader: DataLoader[Any]) -> Position:
+    """
+    Make `loader` itself countable, so that a script may iterate over the object it already has.
+
+    Its class becomes a subclass of what it was; sampler and data set are wrapped in place.
+    """
+    known = getattr(loader, "_lastwords_position", None)
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    position = Position(loader)
+    batched = loader._auto_collation and not isinstance(loader.dataset, IterableDataset)
+    name = "batch_sampler" if loader._auto_collation else "sampler"
+    index = Index(getattr(loader, name), numbered=batched)
+    # DataLoader's own __setattr__ refuses changes after construction; here they are wanted.
+    object.__setattr__(loader, name, index)
+    if batched:
+        object.__setattr__(loader, "dataset", SeededDataset(loader.dataset))
+    object.__setattr__(loader, "_lastwords_index", index)
+    object.__setattr__(loader, "_lastwords_position", position)
+    kind = type(loader)
+    loader.__class__ = type(kind.__name__, (_Tracked, kind), {"__module__": kind.__module__})
+    return position
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    found: list[Any] = []
+    for sampler in (loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        sampler = sampler.inner if isinstance(sampler, Index) else sampler
+        if sampler is not None and all(sampler is not known for known in found):
+            found.append(sampler)
+    return found
+
+
+def _generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+    found: dict[str, torch.Generator] = {}
+    owners = {"loader": loader, **{f"sampler{index}": s for index, s in enumerate(_samplers(loader))}}
+    for name, owner in owners.items():
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found.values()):
+            found[name] = generator
+    return found
+
+
+def _generator_states(loader: DataLoader[Any]) -> dict[str, torch.Tensor]:
+    return {name: generator.get_state() for name, generator in _generators(loader).items()}
+
+
+def _set_generator_states(loader: DataLoader[Any], states: dict[str, torch.Tensor]) -> None:
+    generators = _generators(loader)
+    for name, state in states.items():
+        if name in generators:
+            generators[name].set_state(state)
