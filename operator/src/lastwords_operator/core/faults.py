@@ -184,9 +184,23 @@ def _secondary(observation: Observation, ranks: dict[int, RankReport]) -> Fault 
     details = first.exit
     assert details is not None
     return Fault(
-        kind=FaultKind.NETWORK, infrastructure=True, provisional=not lasted(observation, "secondary", SECONDARY_SECONDS),
+        kind=FaultKind.NETWORK, infrastructure=True,
+        provisional=not lasted(observation, "secondary", SECONDARY_SECONDS),
         message=f"Connections between ranks broke and no rank had died (rank {first.rank}: {details.message})",
         before_first_step=not made_step(observation), traceback=details.traceback,
+    )  # fmt: skip
+
+
+def start_timeout(observation: Observation) -> Fault:
+    """The attempt did not get all its ranks running in time."""
+    ranks = observation.ranks()
+    late = [
+        number for number in range(observation.spec.topology.world)
+        if number not in ranks or ranks[number].step is None
+    ]  # fmt: skip
+    return Fault(
+        kind=FaultKind.START_TIMEOUT, infrastructure=False, before_first_step=True,
+        message=f"Ranks {late} were not running {observation.spec.deadlines.startup:.0f} s after the start",
     )  # fmt: skip
 
 
@@ -277,8 +291,8 @@ def _moves(rank: RankReport) -> bool:
 
 def _excuses(observation: Observation, late: dict[int, float]) -> float:
     """
-    Seconds for which some rank is still allowed a long phase of its own (an evaluation on one rank, a first step that compiles):
-    the others wait for it and must not be counted as hanging. 0 = no excuse.
+    Seconds for which some rank is still allowed a long phase of its own (an evaluation on one rank, a first step
+    that compiles): the others wait for it and must not be counted as hanging. 0 = no excuse.
     """
     ranks = observation.ranks()
     return max((-late[number] for number in late if ranks[number].phase != "training"), default=0.0)

@@ -136,7 +136,7 @@ def highest_attempt(observation: Observation) -> int:
 
 def choose(observation: Observation) -> Choice:
     """The newest usable state, memory before storage at equal steps, with a record for every rank where possible."""
-    memory, rejected = _memory_plans(observation)
+    memory, rejected = memory_plans(observation)
     return pick(observation, memory, rejected)
 
 
@@ -172,7 +172,8 @@ def _excluded(status: JobStatus, source: RestoreSource, step: int, attempt: int)
     return ""
 
 
-def _memory_plans(observation: Observation) -> tuple[list[RestorePlan], list[str]]:
+def memory_plans(observation: Observation) -> tuple[list[RestorePlan], list[str]]:
+    """What the ready parts in memory can give, newest first, and what they cannot."""
     table = newest_table(observation)
     holdings = {
         (part.step, part.attempt): part.finite for report in observation.reports().values() for part in report.parts

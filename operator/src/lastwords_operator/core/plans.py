@@ -1,0 +1,110 @@
+"""
+The snapshot plan: every how many steps a snapshot is taken, and which of them go to storage.
+
+Auto is a plain default: a snapshot costs at most about a hundredth of the time, and one goes to storage about
+every minute, never sooner than the last one took to get there. A plan is renumbered when what is measured would
+change it by more than the dead band, and takes effect a margin of steps ahead, so that every rank hears of it first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from lastwords.protocol.messages import RankReport, RankState
+from lastwords.protocol.snapshots import SnapshotPlan
+from lastwords_operator.core.model import Interval, IntervalMode
+from lastwords_operator.core.observation import Observation
+
+COST_SHARE = 0.01
+PERSIST_SECONDS = 60.0
+PERSIST_MARGIN = 1.5
+MOST_STEPS = 10_000
+DEAD_BAND = 1.3
+SPREAD_SECONDS = 1.0
+"""Time in which a new plan certainly reaches every rank."""
+FIRST_PERSIST_EVERY = 50
+
+
+def first(interval: Interval, begin: int, number: int) -> SnapshotPlan:
+    """Plan of an attempt that goes on from step `begin`, before anything is measured."""
+    if interval.mode is IntervalMode.FIXED_STEPS:
+        every, persist = interval.steps, 1
+        return SnapshotPlan(number=number, every_steps=every, persist_every=persist, from_step=begin + every)
+    return SnapshotPlan(number=number, every_steps=1, persist_every=FIRST_PERSIST_EVERY, from_step=begin + 1)
+
+
+def step_seconds(observation: Observation) -> float | None:
+    """Duration of a step, by the slowest rank."""
+    known = [rank.step_seconds for rank in observation.ranks().values() if rank.step_seconds]
+    return max(known, default=None)
+
+
+def wanted(observation: Observation) -> tuple[int, int] | None:
+    """(every_steps, persist_every) by what is measured; None: nothing is yet."""
+    interval = observation.spec.interval
+    duration = step_seconds(observation)
+    if duration is None:
+        return None
+    if interval.mode is IntervalMode.FIXED_STEPS:
+        return interval.steps, 1
+    if interval.mode is IntervalMode.FIXED_SECONDS:
+        return _clamp(interval.seconds / duration), 1
+    ranks = observation.ranks().values()
+    cost = max((max(rank.copy_seconds_last, rank.stall_seconds_last) for rank in ranks), default=0.0)
+    every = _clamp(math.ceil(cost / (COST_SHARE * duration)))
+    slowest = max((report.storage.persist_seconds_last for report in observation.reports().values()), default=0.0)
+    seconds = max(PERSIST_SECONDS, PERSIST_MARGIN * slowest)
+    return every, _clamp(seconds / (every * duration))
+
+
+def _clamp(steps: float) -> int:
+    return max(1, min(MOST_STEPS, round(steps)))
+
+
+def margin(observation: Observation) -> int:
+    """Steps ahead at which a new plan begins."""
+    duration = step_seconds(observation)
+    return 1 + (math.ceil(SPREAD_SECONDS / duration) if duration else 1)
+
+
+def adjusted(observation: Observation) -> SnapshotPlan:
+    """The plan that should be in force: the present one, or its successor."""
+    plan = observation.status.plan
+    ranks = _running(observation)
+    if len(ranks) < observation.spec.topology.world or any(rank.step is None for rank in ranks):
+        return plan
+    steps = [rank.step or 0 for rank in ranks]
+    if max(steps) < plan.from_step:
+        return plan
+    ahead = max(steps) + margin(observation)
+    if any(rank.plan_number < plan.number for rank in ranks):
+        if min(steps) <= plan.from_step:
+            return plan
+        # Somebody did not have it in time, so nobody took it: once more, with a wider margin.
+        again = max(steps) + 2 * margin(observation)
+        stop = again if plan.stop_after is not None else None
+        return dataclasses.replace(plan, number=plan.number + 1, from_step=again, stop_after=stop)
+    target = wanted(observation)
+    if target is None or plan.stop_after is not None or _near(plan, target):
+        return plan
+    every, persist = target
+    return SnapshotPlan(number=plan.number + 1, every_steps=every, persist_every=persist, from_step=ahead)
+
+
+def stopping(observation: Observation) -> SnapshotPlan:
+    """All ranks stop after one and the same step, a margin ahead of the foremost."""
+    plan = observation.status.plan
+    newest = max((rank.step or 0 for rank in observation.ranks().values()), default=0)
+    last = newest + margin(observation)
+    return dataclasses.replace(plan, number=plan.number + 1, from_step=last, stop_after=last)
+
+
+def _running(observation: Observation) -> list[RankReport]:
+    return [rank for rank in observation.ranks().values() if rank.state is RankState.RUNNING]
+
+
+def _near(plan: SnapshotPlan, target: tuple[int, int]) -> bool:
+    every, persist = target
+    pairs = ((plan.every_steps, every), (plan.every_steps * plan.persist_every, every * persist))
+    return all(max(old, new) <= DEAD_BAND * min(old, new) for old, new in pairs)
