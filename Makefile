@@ -11,7 +11,7 @@ PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 SOURCES := operator/src trainer-sidecar/src
 
-.PHONY: help install lock demo test-fast test lint format bench storm clean
+.PHONY: help install lock demo test-fast test test-oldest lint format bench storm clean
 
 help: ## Show this list
 	@grep -hE '^[a-zA-Z_-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -42,6 +42,15 @@ test-fast: install ## The quick tests: under two minutes
 test: lint ## Lint and every test but the long storm: under twenty minutes
 	$(PYTEST) -m "not storm"
 
+.venv-oldest/.installed: requirements-oldest.lock trainer-sidecar/pyproject.toml
+	[ -x .venv-oldest/bin/python ] || $(BOOTSTRAP_PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-oldest.lock
+	touch $@
+
+test-oldest: .venv-oldest/.installed ## The tests of library, agent and launcher with the oldest supported torch
+	PYTHONPATH=trainer-sidecar/src .venv-oldest/bin/python -m pytest -p no:cacheprovider \
+		tests/unit/protocol tests/unit/trainer tests/unit/storage tests/unit/launcher tests/processes/trainer
+
 lint: install ## ruff, mypy --strict, and the import contracts
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -59,6 +68,6 @@ storm: install ## The long run: 200 random kills on a state of 200 MB
 	$(PYTHON) tests/storm/run.py --kills 200
 
 clean: ## Remove the environment, caches and what runs left in build/
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .lastwords runs
+	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .lastwords runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
