@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
+
 from lastwords.protocol.messages import AgentReport, Hello, RunState, WorkerOrder
 from lastwords.protocol.pieces import Topology
 from lastwords_operator.coordinator import channel as channels

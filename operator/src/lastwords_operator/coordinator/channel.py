@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import WSMsgType, web
+
 from lastwords.protocol import codec
 from lastwords.protocol.messages import AgentReport, Hello, WorkerOrder
 
@@ -184,7 +185,7 @@ class Channel:
             if hello is None:
                 return socket
             connection = await self._attach(socket, hello)
-        except (ConnectionError, asyncio.TimeoutError):
+        except (ConnectionError, TimeoutError):
             return socket
         sender = asyncio.create_task(connection.send_orders())
         try:

@@ -133,7 +133,7 @@ class JobFolder:
     @property
     def runtime(self) -> pathlib.Path:
         """Short folder for the coordinator's socket and what viewers read."""
-        base = pathlib.Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108  (its owner is checked)
+        base = pathlib.Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp")
         return base / f"lastwords-{os.getuid()}" / self.key
 
     @property

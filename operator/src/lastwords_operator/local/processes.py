@@ -1,4 +1,4 @@
-"""Processes of a job as /proc shows them: found by a variable in their environment, waited for by pidfd."""
+"""Processes of a job as /proc shows them: found by a variable in their environment."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import select
 import signal
 import time
 
 CONTAINER_VARIABLE = "LASTWORDS_CONTAINER"
-"""`<job uid>/<worker>/<agent or launcher>` in the environment of a container and of all that it starts."""
+"""`<job uid>/<worker>/<container>` in the environment of a container and of all that it starts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,8 @@ class Found:
     """A living process that carries the variable."""
 
     pid: int
-    container: str
+    worker: int
+    kind: str
     session: int
     arguments: tuple[str, ...]
 
@@ -33,25 +33,25 @@ def find(job_uid: str) -> list[Found]:
     wanted = f"{CONTAINER_VARIABLE}={job_uid}/".encode()
     rows = []
     for folder in pathlib.Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, ProcessLookupError):
-            for entry in (folder / "environ").read_bytes().split(b"\0"):
-                if entry.startswith(wanted):
-                    rows.append(_describe(int(folder.name), entry.split(b"=", 1)[1].decode()))
-                    break
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                for entry in (folder / "environ").read_bytes().split(b"\0"):
+                    if entry.startswith(wanted):
+                        rows.append(_describe(int(folder.name), entry.decode()))
+                        break
     return rows
 
 
-def _describe(pid: int, container: str) -> Found:
+def _describe(pid: int, entry: str) -> Found:
+    _, worker, kind = entry.split("/")
     arguments = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    return Found(pid=pid, container=container, session=os.getsid(pid), arguments=tuple(arguments))
+    return Found(pid=pid, worker=int(worker), kind=kind, session=os.getsid(pid), arguments=tuple(arguments))
 
 
-def kill_all(job_uid: str, deadline_seconds: float = 10.0) -> list[Found]:
-    """SIGKILL every process of the job until none is left; returns what was still there at the deadline."""
+def kill_all(job_uid: str, worker: int | None = None, deadline_seconds: float = 10.0) -> list[Found]:
+    """SIGKILL all processes of the job (or worker) until none is left; returns what still was at the deadline."""
     deadline = time.monotonic() + deadline_seconds
-    while found := find(job_uid):
+    while found := [row for row in find(job_uid) if worker is None or row.worker == worker]:
         for process in found:
             if process.pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -60,10 +60,3 @@ def kill_all(job_uid: str, deadline_seconds: float = 10.0) -> list[Found]:
             return found
         time.sleep(0.02)
     return []
-
-
-def has_ended(pidfd: int) -> bool:
-    """Whether the process behind a pidfd is dead (whoever its parent is)."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))

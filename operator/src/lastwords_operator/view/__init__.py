@@ -1,0 +1,1 @@
+"""What `lastwords run` and `lastwords status` show."""
