@@ -1,0 +1,138 @@
+"""
+The program inside each rank process: `python -m lastwords.trainer.runner --standby FD --parent PID`.
+
+It loads torch and what is imported late ahead of time, waits until the launcher says over the descriptor which
+rank it is, runs the user's script as `__main__`, and tells the agent how that ended before it leaves.
+Nothing of this shows in the script: its arguments, paths, environment and `__main__` are those of plain python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_LOWEST_PRIORITY = 19
+_PREWARM = (
+    "torch",
+    "torch.distributed",
+    "lastwords.trainer.session",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch.optim.lr_scheduler",
+    # The first optimizer or DistributedDataParallel imports it: more than a second.
+    "torch._dynamo",
+    "lastwords.trainer.checkpointer",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the launcher says: which rank this is and what it runs."""
+
+    rank: int
+    attempt: int
+    environment: dict[str, str]
+    folder: str
+    kind: str
+    target: str
+    arguments: list[str]
+    words: list[str]
+
+
+def main() -> None:
+    """Wait for a task, run it, leave."""
+    parser = argparse.ArgumentParser(prog="python -m lastwords.trainer.runner")
+    parser.add_argument("--standby", type=int, required=True, metavar="FD")
+    parser.add_argument("--parent", type=int, required=True, metavar="PID")
+    parser.add_argument("--gentle", action="store_true", help="import at the lowest priority")
+    options = parser.parse_args()
+    _die_with(options.parent)
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        del sys.path[0]  # ours: the current folder
+    channel = socket.socket(fileno=options.standby)
+    channel.set_inheritable(False)
+    _prewarm(channel, options.gentle)
+    task = _receive(channel)
+    _become(task)
+
+    # Only now, since it needs torch: a rank that starts cold has told the launcher by now that it has its task.
+    from lastwords.trainer import rank_main
+
+    rank_main.run(task)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the launcher dies; the check afterwards is for one that died before."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prewarm(channel: socket.socket, gentle: bool) -> None:
+    """Import ahead of time, until the task is there."""
+    if not gentle:
+        _import_all(channel)
+        return
+    # A thread has a priority of its own. That of the main thread could not be raised again without privileges.
+    thread = threading.Thread(target=_import_gently, args=(channel,))
+    thread.start()
+    thread.join()
+
+
+def _import_gently(channel: socket.socket) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    _import_all(channel)
+
+
+def _import_all(channel: socket.socket) -> None:
+    for module in _PREWARM:
+        if _readable(channel):
+            return
+        try:
+            __import__(module)
+        except Exception as error:
+            # Not fatal here: if the script needs it, it will say so itself.
+            print(f"lastwords: cannot load {module} ahead of time: {error}", file=sys.stderr)
+
+
+def _readable(channel: socket.socket) -> bool:
+    return bool(select.select([channel], [], [], 0)[0])
+
+
+def _receive(channel: socket.socket) -> Task:
+    """Say that we are ready, and wait for the task; without one there is nothing to do here."""
+    channel.sendall(b"R")
+    data = b""
+    while not data.endswith(b"\n"):
+        part = channel.recv(1 << 16)
+        if not part:
+            os._exit(0)
+        data += part
+    channel.sendall(b"T")
+    channel.close()
+    fields: dict[str, Any] = json.loads(data)
+    return Task(**fields)
+
+
+def _become(task: Task) -> None:
+    os.environ.clear()
+    os.environ.update(task.environment)
+    os.chdir(task.folder)
+    for stream in (sys.stdout, sys.stderr):
+        # As on a terminal: what a rank printed before it was killed has been seen.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+
+
+if __name__ == "__main__":
+    main()
