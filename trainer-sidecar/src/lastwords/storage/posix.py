@@ -1,0 +1,255 @@
+# ruff: noqa: A005
+"""
+A folder of a POSIX file system as a store.
+
+A file is created at once by `link()` of a finished, synced temporary file. Where links do not work it is created
+exclusively and written in place; readers then tell a torn file by the checksum in it, and whoever wants to create the
+same bytes finishes what a dead writer began. Never by `rename`, which overwrites, and which mounted buckets imitate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+
+from lastwords.storage import base
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
+_TEMPORARY = ".lastwords-"
+
+
+class _File:
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self.nbytes = os.fstat(descriptor).st_size
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """See `base.Reader`."""
+        found = []
+        while nbytes > 0:
+            try:
+                data = os.pread(self._descriptor, nbytes, offset)
+            except OSError as error:
+                raise base.from_os_error(error, f"reading {self._path}") from error
+            if not data:
+                break
+            found.append(data)
+            offset += len(data)
+            nbytes -= len(data)
+        return found[0] if len(found) == 1 else b"".join(found)
+
+
+class PosixStore:
+    """
+    `base.Store` in the folder `root`. `on_step(name)` is called after every system call that changes something:
+    tests stop the writer there.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], on_step: Callable[[str], None] | None = None) -> None:
+        self.root = os.path.abspath(root)
+        self._on_step = on_step
+        self._links: bool | None = None
+
+    def create(self, path: str, data: bytes) -> bool:
+        """See `base.Store`."""
+        target = self.location(path)
+        with _translated(f"creating {target}"):
+            self._make_folder(os.path.dirname(target))
+            if self.links():
+                return self._create_by_link(target, data)
+            return self._create_exclusively(target, data)
+
+    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
+        """See `base.Store`."""
+        target = self.location(path)
+        with _translated(f"writing {target}"):
+            self._make_folder(os.path.dirname(target))
+            existed = os.path.exists(target)
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                position = 0
+                for piece in pieces:
+                    position += self._write_all(descriptor, piece)
+                if os.fstat(descriptor).st_size != position:
+                    os.ftruncate(descriptor, position)
+                    self._step("truncate")
+                os.fsync(descriptor)
+                self._step("fsync")
+            finally:
+                os.close(descriptor)
+            if not existed:
+                self._sync_folder(os.path.dirname(target))
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[base.Reader]:
+        """See `base.Store`."""
+        target = self.location(path)
+        with _translated(f"opening {target}"):
+            descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield _File(descriptor, target)
+        finally:
+            os.close(descriptor)
+
+    def list(self, path: str) -> list[str]:
+        """See `base.Store`."""
+        target = self.location(path)
+        with _translated(f"listing {target}"):
+            try:
+                return sorted(name for name in os.listdir(target) if not name.startswith(_TEMPORARY))
+            except FileNotFoundError:
+                return []
+
+    def remove(self, path: str) -> None:
+        """See `base.Store`."""
+        target = self.location(path)
+        with _translated(f"removing {target}"):
+            try:
+                os.unlink(target)
+            except FileNotFoundError:
+                return
+            except (IsADirectoryError, PermissionError):
+                if not os.path.isdir(target):
+                    raise
+                self._remove_folder(target)
+            self._step("remove")
+
+    def location(self, path: str) -> str:
+        """See `base.Store`."""
+        return os.path.join(self.root, *path.split("/"))
+
+    def links(self) -> bool:
+        """Whether `link()` works and refuses an existing name here; tried once."""
+        if self._links is None:
+            with _translated(f"trying links in {self.root}"):
+                os.makedirs(self.root, exist_ok=True)
+                self._links = self._probe()
+        return self._links
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _probe(self) -> bool:
+        name = os.path.join(self.root, f"{_TEMPORARY}probe-{secrets.token_hex(6)}")
+        try:
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.link(name, name + "-2")
+            try:
+                os.link(name, name + "-2")
+            except FileExistsError:
+                return True
+            return False
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return False
+            raise
+        finally:
+            for left in (name, name + "-2"):
+                with contextlib.suppress(OSError):
+                    os.unlink(left)
+
+    def _create_by_link(self, target: str, data: bytes) -> bool:
+        folder, name = os.path.split(target)
+        temporary = os.path.join(folder, f"{_TEMPORARY}{name}-{secrets.token_hex(6)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                self._write_all(descriptor, data)
+                os.fsync(descriptor)
+                self._step("fsync")
+            finally:
+                os.close(descriptor)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
+            self._step("link")
+            self._sync_folder(folder)
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+    def _create_exclusively(self, target: str, data: bytes) -> bool:
+        try:
+            descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._step("create")
+        except FileExistsError:
+            if not _is_beginning_of(target, data):
+                return False
+            descriptor = os.open(target, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._write_all(descriptor, data)
+            os.fsync(descriptor)
+            self._step("fsync")
+            # Somebody with other bytes may have met the same empty file: only whoever finds its own has created it.
+            mine = os.pread(descriptor, len(data) + 1, 0) == data
+        finally:
+            os.close(descriptor)
+        self._sync_folder(os.path.dirname(target))
+        return mine
+
+    def _write_all(self, descriptor: int, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            done += os.write(descriptor, view[done:])
+            self._step("write")
+        return done
+
+    def _make_folder(self, folder: str) -> None:
+        if os.path.isdir(folder):
+            return
+        parent = os.path.dirname(folder)
+        self._make_folder(parent)
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            return
+        self._step("mkdir")
+        self._sync_folder(parent)
+
+    def _sync_folder(self, folder: str) -> None:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems cannot sync a folder; their renames and links are synchronous.
+            if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(descriptor)
+        self._step("fsync folder")
+
+    def _remove_folder(self, folder: str) -> None:
+        for name in os.listdir(folder):
+            if name.startswith(_TEMPORARY):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, name))
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(folder)
+
+    def _step(self, name: str) -> None:
+        if self._on_step is not None:
+            self._on_step(name)
+
+
+def _is_beginning_of(target: str, data: bytes) -> bool:
+    """Whether the file is what a writer of `data` leaves when it dies half way."""
+    try:
+        with open(target, "rb") as file:
+            found = file.read(len(data) + 1)
+    except FileNotFoundError:
+        return False
+    return len(found) < len(data) and data.startswith(found)
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise base.from_os_error(error, what) from error
