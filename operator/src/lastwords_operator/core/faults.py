@@ -153,7 +153,7 @@ def _worker_gone(observation: Observation) -> Fault | None:
         if view.worker >= observation.spec.workers:
             continue
         known = status.incarnations.get(view.worker, view.incarnation)
-        if view.connected and known and view.incarnation != known:
+        if view.incarnation and known and view.incarnation != known:
             message = f"Worker {view.worker} was replaced by another one"
         elif lasted(observation, f"absent-{view.worker}", ABSENT_SECONDS):
             message = f"Worker {view.worker} runs no rank of attempt {status.attempt} any more"
