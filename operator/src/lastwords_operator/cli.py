@@ -6,13 +6,14 @@ import argparse
 import functools
 import importlib.metadata
 import logging
+import math
 import os
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
 
-from lastwords_operator import checkpoints
+from lastwords_operator import api, checkpoints
 from lastwords_operator.local import asked, inject, run, status
 from lastwords_operator.local.folder import FolderError
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=os.environ.get("LASTWORDS_LOG_LEVEL", "ERROR").upper(), format="%(name)s: %(message)s")
     try:
         return int(options.call(options))
-    except (asked.AskedError, inject.InjectError, FolderError, checkpoints.CheckpointsError) as error:
+    except (api.JobFileError, asked.AskedError, inject.InjectError, FolderError, checkpoints.CheckpointsError) as error:
         print(f"lastwords: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
@@ -87,8 +88,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument("--save-every", type=_interval, metavar="30s|200steps", help="fixed interval (default: chosen)")
     one.add_argument("--max-restarts", type=_count, metavar="N", help="restarts before the job fails (default 10)")
     one.add_argument(
+        "--hang-seconds", type=_seconds, metavar="S", help="no step may take longer, unless it did before (default 30)"
+    )
+    one.add_argument(
         "--coordinator-lost-seconds",
-        type=float,
+        type=_seconds,
         default=60.0,
         metavar="S",
         help="how long workers go on without this command before they save and end (default 60)",
@@ -127,8 +131,9 @@ def _on_folder(call: Callable[[pathlib.Path], int], options: argparse.Namespace)
 
 def _run(options: argparse.Namespace) -> int:
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
-    wanted = asked.from_flags(
+    flags = asked.Flags(
         argv=argv,
+        file=options.file,
         name=options.name,
         workers=options.workers,
         procs=options.procs,
@@ -136,7 +141,9 @@ def _run(options: argparse.Namespace) -> int:
         directory=options.dir,
         save_every=options.save_every,
         max_restarts=options.max_restarts,
+        hang_seconds=options.hang_seconds,
     )
+    wanted = asked.ask(flags)
     return run.run(
         wanted,
         memory=options.memory_dir,
@@ -168,11 +175,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _interval(text: str) -> asked.SaveEvery:
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def _interval(text: str) -> dict[str, float]:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|steps?)", text)
     if found is None or float(found[1]) <= 0 or (found[2] != "s" and "." in found[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is neither seconds like 30s nor steps like 200steps")
-    return asked.SaveEvery(seconds=float(found[1])) if found[2] == "s" else asked.SaveEvery(steps=int(found[1]))
+    return {"seconds": float(found[1])} if found[2] == "s" else {"steps": int(found[1])}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""What the user asked for, on the command line or in a job file, as one value."""
+"""What the user asked for, on the command line or in a job file, as one value. Both become a FaultTolerantJob."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lastwords.protocol import codec
-from lastwords_operator.core.model import FailurePolicy, Interval, IntervalMode, JobSpec
+from lastwords_operator import api
+from lastwords_operator.core.model import JobSpec
 
 
 class AskedError(Exception):
@@ -17,18 +19,20 @@ class AskedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SaveEvery:
-    """A fixed interval: one of the two is set."""
+class Flags:
+    """The flags of `lastwords run` that say what the job is; None = not given."""
 
-    seconds: float | None = None
-    steps: int | None = None
-
-    def interval(self) -> Interval:
-        """As the core knows it."""
-        if self.steps is not None:
-            return Interval(mode=IntervalMode.FIXED_STEPS, steps=self.steps)
-        assert self.seconds is not None
-        return Interval(mode=IntervalMode.FIXED_SECONDS, seconds=self.seconds)
+    argv: Sequence[str]
+    file: pathlib.Path | None = None
+    name: str | None = None
+    workers: int | None = None
+    procs: int | None = None
+    storage: pathlib.Path | None = None
+    directory: pathlib.Path | None = None
+    save_every: Mapping[str, float] | None = None
+    """{"seconds": s} or {"steps": n}."""
+    max_restarts: int | None = None
+    hang_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,8 @@ class Asked:
     cwd: pathlib.Path
     folder: pathlib.Path
     storage: pathlib.Path
-    namespace: str = "default"
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    namespace: str
+    environment: Mapping[str, str]
 
     def record(self) -> dict[str, Any]:
         """What makes two commands the same job, in plain values."""
@@ -55,39 +59,85 @@ class Asked:
         }
 
 
-def from_flags(
-    *,
-    argv: Sequence[str],
-    name: str | None,
-    workers: int | None,
-    procs: int | None,
-    storage: pathlib.Path | None,
-    directory: pathlib.Path | None,
-    save_every: SaveEvery | None,
-    max_restarts: int | None,
-) -> Asked:
-    """From the flags of `lastwords run`. Raises AskedError."""
-    if not argv:
+def ask(flags: Flags) -> Asked:
+    """The job. Raises AskedError, or JobFileError with the path of each mistake in the file."""
+    if flags.file is not None:
+        return _from_file(flags, flags.file)
+    if not flags.argv:
         raise AskedError("nothing to run: put the command after --, e.g. lastwords run -- python train.py, or use -f")
-    name = name if name is not None else _name_of(argv)
+    name = flags.name if flags.name is not None else _name_of(flags.argv)
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
         raise AskedError(f"--name {name!r} must be small letters, digits and '-', and at most 63 characters")
-    policy = FailurePolicy() if max_restarts is None else FailurePolicy(max_restarts=max_restarts)
-    spec = JobSpec(
-        name=name,
-        workers=workers or 1,
-        processes_per_worker=procs or 1,
-        interval=save_every.interval() if save_every is not None else Interval(),
-        policy=policy,
-    )
-    folder = (directory or pathlib.Path(".lastwords") / name).resolve()
+    folder = _folder(flags, name)
+    storage = (flags.storage or folder / "checkpoints").resolve()
+    return _asked(api.FaultTolerantJob.model_validate(_manifest(flags, name, storage)), folder, storage)
+
+
+def _from_file(flags: Flags, path: pathlib.Path) -> Asked:
+    given: list[tuple[str, object]] = [("--workers", flags.workers), ("--procs", flags.procs), ("--name", flags.name)]
+    given += [("--save-every", flags.save_every), ("--max-restarts", flags.max_restarts)]
+    given += [("--hang-seconds", flags.hang_seconds), ("a command", flags.argv or None)]
+    both = [name for name, value in given if value is not None]
+    if both:
+        raise AskedError(f"{both[0]} and -f do not go together: write it into {path}")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise AskedError(f"cannot read {path}: {reason}") from None
+    job = api.load_job(text, str(path))
+    folder = _folder(flags, job.metadata.name)
+    place = job.spec.checkpoint.storage.path
+    if flags.storage is None and place is None:
+        uri = job.spec.checkpoint.storage.uri
+        raise AskedError(
+            f"{path}: spec.checkpoint.storage.uri: {uri} needs a cluster; use file:///folder or --storage DIR"
+        )
+    storage = flags.storage.resolve() if flags.storage is not None else pathlib.Path(place or "")
+    return _asked(job, folder, storage)
+
+
+def _asked(job: api.FaultTolerantJob, folder: pathlib.Path, storage: pathlib.Path) -> Asked:
+    trainer = job.spec.workers.template.trainer
+    assert trainer is not None, "validated by the model"
+    cwd = pathlib.Path(trainer.working_dir or os.curdir).resolve()
+    if not cwd.is_dir():
+        raise AskedError(f"workingDir {cwd} is not a folder on this machine")
     return Asked(
-        spec=spec,
-        command=tuple(argv),
-        cwd=pathlib.Path.cwd(),
+        spec=api.to_core(job),
+        command=(*trainer.command, *trainer.args),
+        cwd=cwd,
         folder=folder,
-        storage=storage.resolve() if storage is not None else folder / "checkpoints",
+        storage=storage,
+        namespace=job.metadata.namespace,
+        environment={variable.name: variable.value for variable in trainer.env if variable.value is not None},
     )
+
+
+def _manifest(flags: Flags, name: str, storage: pathlib.Path) -> dict[str, Any]:
+    interval = {"mode": "Fixed", **flags.save_every} if flags.save_every else {"mode": "Auto"}
+    deadlines = {} if flags.hang_seconds is None else {"trainingFloorSeconds": flags.hang_seconds}
+    policy = {} if flags.max_restarts is None else {"maxRestarts": flags.max_restarts}
+    trainer = {"name": "trainer", "command": list(flags.argv)}
+    return {
+        "apiVersion": "lastwords.dev/v1alpha1",
+        "kind": "FaultTolerantJob",
+        "metadata": {"name": name},
+        "spec": {
+            "workers": {
+                "replicas": flags.workers or 1,
+                "processesPerWorker": flags.procs or 1,
+                "template": {"spec": {"containers": [trainer]}},
+            },
+            "checkpoint": {"storage": {"uri": f"file://{storage}"}, "interval": interval},
+            "failurePolicy": policy,
+            "deadlines": deadlines,
+        },
+    }
+
+
+def _folder(flags: Flags, name: str) -> pathlib.Path:
+    return (flags.directory or pathlib.Path(".lastwords") / name).resolve()
 
 
 def _name_of(argv: Sequence[str]) -> str:
