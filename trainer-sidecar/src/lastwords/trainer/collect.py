@@ -134,8 +134,9 @@ class Collector:
             return known
         if id(parameter) in self._known_parameters and not self._known_parameters[id(parameter)].startswith(f"{part}."):
             raise StateError(
-                f"{part} still holds {self._known_parameters[id(parameter)]}, which is no longer in the model (was it "
-                "replaced with assign=True?): its updates would go nowhere. Make the optimizer when the model is complete"
+                f"{part} still holds {self._known_parameters[id(parameter)]}, which is no longer in the model "
+                "(was it replaced with assign=True?): its updates would go nowhere. "
+                "Make the optimizer when the model is complete"
             )
         # A parameter of no registered module: kept under the optimizer's name.
         name = f"{part}.params.{place}"
@@ -186,6 +187,26 @@ class Collector:
             if new is not value and (isinstance(value, torch.Tensor) or isinstance(new, torch.Tensor)):
                 return False
         return True
+
+    def extra_state(self) -> dict[str, Any]:
+        """`get_extra_state()` of now of the modules that have one."""
+        found: dict[str, Any] = {}
+        if not self.state.extra:
+            return found
+        for part, module in self._parts.modules.items():
+            for name, inner in module.named_modules():
+                full = ".".join(word for word in (part, name, EXTRA_STATE) if word)
+                if full in self.state.extra:
+                    found[full] = inner.get_extra_state()
+        return found
+
+    def load_extra_state(self, saved: dict[str, Any]) -> None:
+        """Give the modules back what `extra_state` returned."""
+        for part, module in self._parts.modules.items():
+            for name, inner in module.named_modules():
+                full = ".".join(word for word in (part, name, EXTRA_STATE) if word)
+                if full in saved:
+                    inner.set_extra_state(saved[full])
 
     def optimizer_values(self) -> dict[str, Any]:
         """Values of now of the optimizer state that is no tensor (they change without a new listing)."""

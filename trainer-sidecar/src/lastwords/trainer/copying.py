@@ -55,8 +55,7 @@ class PartCopy:
 
     def __init__(self, table: PieceTable, rank: int, live: Sequence[Live]) -> None:
         """Raises KeyError with the chunk's name when this process does not hold what the part needs."""
-        chunk_ids = pieces.part_chunks(table)[rank]
-        self.header, places = pieces.part_layout(table, chunk_ids)
+        self.header, places = part_places(table, rank)
         by_name: dict[str, list[Live]] = {}
         for item in live:
             by_name.setdefault(item.chunk.name, []).append(item)
@@ -71,6 +70,11 @@ class PartCopy:
         target.view[: len(self.header)] = self.header
         for copy in self.copies:
             copy_out(copy.source, target.address + copy.begin, copy.nbytes)
+
+
+def part_places(table: PieceTable, rank: int) -> tuple[bytes, dict[int, tuple[int, int]]]:
+    """Header of the rank's part file, and begin and end of each chunk in it."""
+    return pieces.part_layout(table, pieces.part_chunks(table)[rank])
 
 
 def _box(chunk: Chunk, candidates: Sequence[Live]) -> torch.Tensor:
@@ -96,7 +100,7 @@ def copy_out(source: torch.Tensor, address: int, nbytes: int) -> None:
     width = source.element_size()
     plain = torch.view_as_real(source) if source.is_complex() else source
     plain = plain.view(_INTEGERS[plain.element_size()])
-    buffer = (ctypes.c_char * nbytes).from_address(address)
+    buffer: Any = (ctypes.c_char * nbytes).from_address(address)
     shape = tuple(plain.shape)
     target = np.frombuffer(buffer, dtype=np.dtype(f"i{width if not source.is_complex() else width // 2}")).reshape(
         shape

@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -326,9 +325,3 @@ def parse_record(data: bytes | memoryview) -> Record:
     entries, metadata = tensorfile.parse_header(bytes(view[:need]), len(view))
     arrays = {e.name: (e.dtype, e.shape, view[e.begin : e.end]) for e in entries}
     return Record(codec.loads(snapshots.RecordHead, metadata.get("head", ""), "record head"), metadata, Table(arrays))
-
-
-def read_record(path: str | os.PathLike[str]) -> Record:
-    """The record in a file of its own."""
-    with open(path, "rb") as file:
-        return parse_record(file.read())

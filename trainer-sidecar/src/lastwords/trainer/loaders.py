@@ -229,16 +229,21 @@ class SeededDataset:
         return getattr(self.inner, name)
 
 
-class _Tracked:
-    """Mixed into the class of a loader that a Checkpointer keeps."""
+def _tracked_class(kind: type) -> type:
+    """
+    A subclass of the loader's own class. It must have that one base only: an object can change its class only to one
+    of the same layout.
+    """
 
-    _lastwords_position: Position
+    def open_inner(self: Any) -> Iterator[Any]:
+        iterator: Iterator[Any] = kind.__iter__(self)  # type: ignore[attr-defined]
+        return iterator
 
-    def __iter__(self) -> Iterator[Any]:
+    def iterate(self: Any) -> Iterator[Any]:
         return Batches(self, self._lastwords_position)
 
-    def _lastwords_open(self) -> Iterator[Any]:
-        return super().__iter__()  # type: ignore[misc,no-any-return]
+    members = {"__module__": kind.__module__, "__iter__": iterate, "_lastwords_open": open_inner}
+    return type(kind.__name__, (kind,), members)
 
 
 def track(loader: DataLoader[Any]) -> Position:
@@ -260,8 +265,7 @@ def track(loader: DataLoader[Any]) -> Position:
         object.__setattr__(loader, "dataset", SeededDataset(loader.dataset))
     object.__setattr__(loader, "_lastwords_index", index)
     object.__setattr__(loader, "_lastwords_position", position)
-    kind = type(loader)
-    loader.__class__ = type(kind.__name__, (_Tracked, kind), {"__module__": kind.__module__})
+    loader.__class__ = _tracked_class(type(loader))
     return position
 
 

@@ -71,7 +71,8 @@ def _add(parts: Parts, name: str, value: Any) -> None:
         kind = type(value)
         raise StateError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}: the Checkpointer keeps modules, optimizers, "
-            "schedulers, data loaders and objects with state_dict and load_state_dict. Give it those two methods, or leave it out"
+            "schedulers, data loaders and objects with state_dict and load_state_dict. "
+            "Give it those two methods, or leave it out"
         )
 
 

@@ -64,6 +64,8 @@ class Session:
         self._notices: list[wire.RankNotice] = []
         self._handlers: dict[type, Callable[[Any], None]] = {}
         self._plans: list[wire.NewPlan] = []
+        self.before_end: Callable[[], None] | None = None
+        """Called when the script has ended normally, before that is said."""
         self.link = Link(folder, self._greeting, self._handle)
 
     @classmethod
@@ -93,6 +95,8 @@ class Session:
         """
         if exit is not None:
             self.gate.dying = True
+        elif self.before_end is not None:
+            self.before_end()
         self.send(wire.ScriptEnded(exit=exit))
         deadline = time.monotonic() + timeout_seconds
         while not self._may_exit.wait(0.05):

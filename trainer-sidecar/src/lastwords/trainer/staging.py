@@ -1,0 +1,319 @@
+"""
+Snapshots: the copy of this rank's part into a slot, beside the next forward and backward.
+
+The order inside of a slot: invalidate the commit area, copy, compare version counters and update counter with those
+of the boundary, let the update go on, make checksums *from the slot*, commit. A kill at any line leaves either the
+old commit area, an invalid one, or the new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+
+from lastwords.protocol import areas, codec, environment, snapshots, wire
+from lastwords.protocol.control import Word
+from lastwords.protocol.pieces import PieceTable
+from lastwords.protocol.snapshots import SlotRecord
+from lastwords.trainer import copying, faultpoints, slots
+from lastwords.trainer.agreement import Agreement
+from lastwords.trainer.collect import State
+from lastwords.trainer.floors import Floors
+from lastwords.trainer.session import Session
+
+log = logging.getLogger("lastwords")
+
+FIRST_WAIT_SECONDS = 60.0
+"""How long a first snapshot waits for the other ranks' layouts before training goes on without."""
+MUST_WAIT_SECONDS = 60.0
+"""How long a final or requested snapshot waits for a free slot."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rest:
+    """The state as it rests between a boundary and the next update."""
+
+    step: int
+    counter: int
+    versions: tuple[int, ...]
+    record: bytes
+    state: State
+    layout_number: int
+
+
+@dataclasses.dataclass
+class Job:
+    """One snapshot. `must`: it is not skipped for want of time."""
+
+    rest: Rest
+    persist: bool
+    kind: str
+    must: bool
+    started: bool = False
+    """A slot is being taken."""
+    cancelled: bool = False
+    """The state is about to change: only a copy that has a slot goes on."""
+    ok: bool = False
+    copied: threading.Event = dataclasses.field(default_factory=threading.Event)
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class Stager:
+    """Takes one snapshot after the other on its own thread."""
+
+    def __init__(self, session: Session, floor: tuple[int, int]) -> None:
+        self._session = session
+        self._rank = session.rank
+        topology = session.topology
+        local = session.rank % topology.processes_per_worker
+        self._pins = slots.Pins(session.folder, local, topology.processes_per_worker)
+        self._processes = topology.processes_per_worker
+        self.lock = threading.Lock()
+        """Held while slots are written: by a snapshot or by a live copy."""
+        self.floor = floor
+        """(step, attempt) whose slot is not overwritten."""
+        count = session.welcome.slots if session.welcome else 2
+        self._slots = [slots.Slot(session.folder, index, session.rank) for index in range(count)]
+        self._usable = len(self._slots)
+        self.floors = Floors(session.store_client, session.rank, topology.world, self._new_floor)
+        self.agreement = Agreement(session, self._prepare)
+        self._part: tuple[State, PieceTable, int, copying.PartCopy] | None = None
+        self.checks_changes = True
+        """Tests switch this off, to show what would happen."""
+        self._job: Job | None = None
+        self._wanted = threading.Condition()
+        self._queue: list[Job] = []
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lastwords-stager", daemon=True)
+        self._thread.start()
+
+    # -- main thread ------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Take this snapshot as soon as possible."""
+        self._job = job
+        with self._wanted:
+            self._queue.append(job)
+            self._wanted.notify()
+
+    def before_update(self) -> None:
+        """The state is about to change: wait for a copy that has begun, drop one that has not."""
+        job = self._job
+        if job is None or job.copied.is_set():
+            return
+        table = self.agreement.table(job.rest.layout_number)
+        if table is None and not job.must:
+            self.agreement.wait(job.rest.layout_number, FIRST_WAIT_SECONDS)
+        elif not job.must:
+            with self._wanted:
+                job.cancelled = True
+                if not job.started:
+                    self.floors.nudge()
+                    return
+        job.copied.wait()
+
+    def wait_copied(self) -> None:
+        """Wait until the newest snapshot has been copied (or dropped)."""
+        if self._job is not None:
+            self._job.copied.wait()
+
+    def close(self) -> None:
+        """End the threads; a snapshot that goes on is finished."""
+        self._closed = True
+        with self._wanted:
+            self._wanted.notify()
+        self._thread.join(timeout=5.0)
+        self.agreement.close()
+        self.floors.close()
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _prepare(self, table: PieceTable) -> None:
+        """Sizes are known: see how many slots fit, and allocate them. On the exchange's thread."""
+        header, places = copying.part_places(table, self._rank)
+        need = max((end for _, end in places.values()), default=len(header))
+        limit_text = os.environ.get(environment.MEMORY_LIMIT_BYTES, "")
+        limit = int(limit_text) // self._processes if limit_text else None
+        fits, room = slots.slots_that_fit(self._session.folder, self._slots, need, limit)
+        self._tell_memory(fits, need, room)
+        self._usable = fits
+        with self.lock:
+            for slot in self._slots[:fits]:
+                committed = slot.committed()
+                if committed is None or committed.file_bytes == need:
+                    try:
+                        slot.resize(need).prefault()
+                    except slots.NoMemoryError as error:
+                        self._usable = slot.slot
+                        self._tell_memory(slot.slot, need, room, str(error))
+                        break
+
+    def _tell_memory(self, fits: int, need: int, room: int, why: str = "") -> None:
+        wanted = len(self._slots)
+        if fits >= wanted:
+            return
+        mib = 1 << 20
+        figures = (
+            f"{wanted} slots of {need / mib:.0f} MiB are wanted for rank {self._rank}, {room / mib:.0f} MiB are there"
+        )
+        if fits == 0:
+            text = (
+                f"too little memory: {figures}. Give the memory volume at least {need * wanted / mib:.0f} MiB per rank"
+            )
+            self._session.send(wire.RankNotice(code="no-memory", text=f"{text} {why}".strip(), fatal=True))
+        else:
+            text = f"{figures}: only {fits} used, so a fault during a snapshot falls back to storage"
+            self._session.send(wire.RankNotice(code="little-memory", text=f"{text} {why}".strip()))
+
+    def part_copy(self, state: State, table: PieceTable, rank: int) -> copying.PartCopy:
+        """Copies for the part of `rank`; the own one is kept. Raises KeyError, see PartCopy."""
+        known = self._part
+        if known is not None and known[0] is state and known[1] is table and known[2] == rank:
+            return known[3]
+        part = copying.PartCopy(table, rank, state.stable)
+        if rank == self._rank:
+            self._part = (state, table, rank, part)
+        return part
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                job = self._queue.pop(0)
+            try:
+                self._take(job)
+            except Exception as error:
+                log.exception("lastwords: the snapshot of step %d failed", job.rest.step)
+                self._session.send(wire.RankNotice(code="snapshot-failed", text=f"step {job.rest.step}: {error}"))
+            finally:
+                if not job.ok:
+                    self.floors.void(job.rest.step)
+                job.copied.set()
+                job.done.set()
+
+    def _take(self, job: Job) -> None:
+        table = self.agreement.wait(job.rest.layout_number, MUST_WAIT_SECONDS if job.must else FIRST_WAIT_SECONDS)
+        if table is None or self._usable == 0:
+            self._count(Word.SNAPSHOTS_SKIPPED)
+            return
+        part = self.part_copy(job.rest.state, table, self._rank)
+        slot = self._invalidated_slot(job)
+        if slot is None:
+            self._count(Word.SNAPSHOTS_SKIPPED)
+            return
+        try:
+            self._fill(job, table, part, slot)
+        finally:
+            self.lock.release()
+
+    def _fill(self, job: Job, table: PieceTable, part: copying.PartCopy, slot: slots.Slot) -> None:
+        began = time.monotonic_ns()
+        faultpoints.begin("snapshot_copy")
+        data = slot.resize(part.nbytes)
+        part.run(data)
+        unchanged = self._unchanged(job.rest)
+        digests = copying.content_digests(job.rest.state.stable) if self.agreement.needs_proof(table) else None
+        proof_counts = digests is not None and self._unchanged(job.rest)
+        faultpoints.end("snapshot_copy")
+        job.copied.set()
+        if not unchanged and self.checks_changes:
+            self._count(Word.SNAPSHOTS_REJECTED)
+            return
+        if digests is not None and proof_counts:
+            self.agreement.prove(table, digests)
+        self._session.put(Word.LAST_COPY_NS, time.monotonic_ns() - began)
+        slot.write_record(job.rest.record)
+        commit(slot, part, data, job.rest.step, self._session.attempt, table.generation)
+        job.ok = True
+        self._count(Word.SNAPSHOTS)
+        self._session.send(
+            wire.SnapshotReady(step=job.rest.step, slot=slot.slot, persist=job.persist, persist_kind=job.kind)
+        )
+        self.floors.count(job.rest.step)
+
+    def _unchanged(self, rest: Rest) -> bool:
+        """No update has begun and no tensor was written since the boundary."""
+        return self._session.gate.counter == rest.counter and rest.state.versions() == rest.versions
+
+    def _invalidated_slot(self, job: Job) -> slots.Slot | None:
+        """A slot that may be overwritten, invalid already, with `lock` held; None when the job has to be skipped."""
+        deadline = time.monotonic() + MUST_WAIT_SECONDS
+        while not self._closed:
+            with self._wanted:
+                if job.cancelled:
+                    return None
+                job.started = (target := self._free_slot()) is not None
+            if target is not None:
+                self.lock.acquire()
+                # A live copy may have used the slot meanwhile, or the agent begun to read it.
+                if self._is_free(target) and self._invalidate(target):
+                    return target
+                self.lock.release()
+                job.started = False
+            if time.monotonic() > deadline or (not job.must and self.floors.gone):
+                return None
+            self.floors.wait_change(0.005)
+        return None
+
+    def _invalidate(self, slot: slots.Slot) -> bool:
+        if self._pins.pinned(slot.slot):
+            return False
+        areas.invalidate(slot.commit.view)
+        if self._pins.pinned(slot.slot):
+            # The agent pinned it in between; it looks at the sequence after pinning, and finds it whole again.
+            areas.revalidate(slot.commit.view)
+            return False
+        return True
+
+    def _free_slot(self) -> slots.Slot | None:
+        free = [slot for slot in self._slots[: self._usable] if self._is_free(slot)]
+        return min(free, key=_age, default=None)
+
+    def _is_free(self, slot: slots.Slot) -> bool:
+        if self._pins.pinned(slot.slot):
+            return False
+        record = slot.committed()
+        if record is None or self._usable == 1:
+            return True
+        if (record.step, record.attempt) == self.floor:
+            return False
+        if record.attempt != self._session.attempt or record.step <= self.floor[0]:
+            return True
+        # Newer than the floor: others may be about to make it the floor, or have done so.
+        return not self.floors.is_open(record.step) and not self.floors.gone
+
+    def _new_floor(self, step: int) -> None:
+        if step > self.floor[0] or self.floor[1] != self._session.attempt:
+            self.floor = (step, self._session.attempt)
+            self._session.put(Word.FLOOR_STEP, step + 1)
+
+    def _count(self, word: Word) -> None:
+        self._session.put(word, self._session.get(word) + 1)
+
+
+def commit(
+    slot: slots.Slot, part: copying.PartCopy, data: slots.Mapped, step: int, attempt: int, generation: int
+) -> None:
+    """Make checksums from the slot and write its commit area."""
+    record = SlotRecord(
+        step=step,
+        attempt=attempt,
+        rank=slot.rank,
+        generation=generation,
+        file_bytes=data.nbytes,
+        blocks=snapshots.block_checksums(data.view),
+        finite=copying.is_finite(part.copies, data.view),
+    )
+    areas.commit(slot.commit.view, codec.dumps(record))
+
+
+def _age(slot: slots.Slot) -> tuple[int, int]:
+    record = slot.committed()
+    return (-1, slot.slot) if record is None else (record.step, slot.slot)
