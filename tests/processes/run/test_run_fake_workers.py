@@ -102,6 +102,16 @@ def test_a_second_one_watches_and_takes_over_when_the_first_is_killed(run: FakeR
     assert "found running" in second.console.read_text()
 
 
+def test_one_that_was_killed_when_the_job_was_complete_is_cleaned_up_after(run: FakeRun) -> None:
+    first = run.start()
+    run.until(lambda: run.status().get("state") == "Complete")
+    first.kill()
+    first.wait()
+    run.start()
+    assert run.wait(30) == 0, run.text()
+    run.left_nothing()
+
+
 def test_a_damaged_status_stops_a_take_over_before_anything_is_touched(run: FakeRun) -> None:
     first = run.start()
     run.until(lambda: run.status().get("state") == "Running")

@@ -12,7 +12,7 @@ from typing import Any
 
 from lastwords_operator.core import decide
 from lastwords_operator.core.model import JobState, JobStatus
-from lastwords_operator.local import attach, inject, outcome
+from lastwords_operator.local import attach, inject, outcome, processes
 from lastwords_operator.local.asked import Asked
 from lastwords_operator.local.folder import FolderError, JobFolder, memory_room, read_json, replace_file
 from lastwords_operator.local.session import Session
@@ -47,6 +47,10 @@ def run(
         uid = _claim(folder, wanted, memory)
         status, _ = read_status(folder)
         if status is not None and status.state is JobState.COMPLETE:
+            # Whoever completed it may have died before it had cleaned up.
+            processes.kill_all(uid)
+            folder.remove_volumes()
+            folder.remove_runtime()
             print(f"{folder.path}: the job is complete already, at step {status.progress_step}; use another --dir")
             return outcome.COMPLETE
         _check_storage(wanted.storage)
