@@ -169,6 +169,21 @@ async def test_a_conflict_throws_the_decision_away_before_anything_else_is_done(
     assert recorder.store.status == JobStatus(attempt=9)
 
 
+async def test_a_full_disk_orders_nothing_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    save, failures = recorder.store.save, [OSError(28, "No space left on device")] * 2
+
+    async def full(status: JobStatus, version: int) -> int:
+        if failures:
+            raise failures.pop()
+        return await save(status, version)
+
+    monkeypatch.setattr(recorder.store, "save", full)
+    monkeypatch.setattr("lastwords_operator.coordinator.loop.LONGEST_WAIT_SECONDS", 0.01)
+    await run(recorder)
+    assert recorder.done == ["save 1", "save 1", *ALL]
+
+
 async def test_it_wakes_when_the_decision_said_so() -> None:
     recorder = Recorder()
     times: list[float] = []

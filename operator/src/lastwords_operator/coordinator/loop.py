@@ -85,13 +85,22 @@ class Loop:
                 _log.warning("the status was changed by somebody else; deciding again")
                 status, version = await self._store.load()
                 continue
+            except OSError as error:
+                # Nothing was ordered. Workers go on with what they have; the next pass decides afresh.
+                self._say(f"the status cannot be written, nothing is decided until it can: {error}", logging.ERROR)
+                await self._wait(None)
+                continue
             status = decision.status
-            if decision.reason != self._reason:
-                self._reason = decision.reason
-                _log.info("%s: %s", status.state.value, decision.reason)
+            self._say(decision.reason, logging.INFO)
             if not self._passed(seen, decision):
                 return
             await self._wait(decision.wake_at)
+
+    def _say(self, text: str, level: int) -> None:
+        """Log what is new."""
+        if text != self._reason:
+            self._reason = text
+            _log.log(level, "%s", text)
 
     async def _wait(self, wake_at: float | None) -> None:
         wait = LONGEST_WAIT_SECONDS

@@ -34,6 +34,18 @@ def watch(folder: JobFolder, workers: int, display: Display) -> int | None:
     events = Tail(folder.events_file)
     logs = [Tail(folder.logs / f"trainer-{worker}.log") for worker in range(workers)]
     view = None
+    try:
+        view = _follow(folder, events, logs, display)
+    except KeyboardInterrupt:
+        display.close(None)
+        print("not watching any more; the job goes on", flush=True)
+        return outcome.STOPPED
+    display.close(newest_view(folder) or view)
+    return outcome.read(folder)
+
+
+def _follow(folder: JobFolder, events: Tail, logs: list[Tail], display: Display) -> JobView | None:
+    view = None
     while folder.locked_by() is not None:
         view = newest_view(folder) or view
         for line in events.read():
@@ -45,5 +57,4 @@ def watch(folder: JobFolder, workers: int, display: Display) -> int | None:
         if view is not None:
             display.update(view)
         time.sleep(POLL_SECONDS)
-    display.close(newest_view(folder) or view)
-    return outcome.read(folder)
+    return view

@@ -62,6 +62,7 @@ class Session:
         self._loop: Loop | None = None
         self._seen: tuple[Observation, JobStatus] | None = None
         self._over_at: float | None = None
+        self._exit_code = outcome.STOPPED
         self._interrupts = 0
         self._token = folder.token()
         self._started_at = folder.job_file.stat().st_mtime
@@ -89,6 +90,9 @@ class Session:
             shower = asyncio.create_task(self._show())
             try:
                 await self._loop.run()
+            except BaseException:
+                self._display.close(None)
+                raise
             finally:
                 shower.cancel()
                 await asyncio.gather(shower, return_exceptions=True)
@@ -123,7 +127,9 @@ class Session:
             return True
         if self._over_at is None:
             self._over_at = time.monotonic()
-            outcome.write(self._folder, outcome.exit_code(seen, decision.status))
+            self._exit_code = outcome.exit_code(seen, decision.status)
+            with contextlib.suppress(OSError):
+                outcome.write(self._folder, self._exit_code)
         # A launcher hears of the end from its agent: without one nothing is worth waiting for.
         running = any(AGENT in row.pids for row in self._workers.containers())
         return running and time.monotonic() - self._over_at < END_SECONDS
@@ -137,7 +143,7 @@ class Session:
             await self._tell("LeftBehind", f"could not be ended: {', '.join(left)}")
         self._drain()
         hard = not status.state.over and status.state is not JobState.SUSPENDED
-        code = outcome.STOPPED if hard else outcome.read(self._folder) or 0
+        code = outcome.STOPPED if hard else self._exit_code
         if hard or status.kept_in_memory:
             where = f"the newest state is kept in {self._folder.memory}; the same command goes on from there"
             await self._tell("KeptInMemory", where)
@@ -145,7 +151,8 @@ class Session:
         if not (hard or status.kept_in_memory):
             self._folder.remove_volumes()
         self._display.close(view)
-        replace_file(self._folder.path / "last-view.json", codec.dumps(view))
+        with contextlib.suppress(OSError):
+            replace_file(self._folder.path / "last-view.json", codec.dumps(view))
         self._folder.remove_runtime()
         return code
 
@@ -204,5 +211,6 @@ class Session:
                 self._display.update(view)
                 if time.monotonic() - written >= WRITE_SECONDS:
                     written = time.monotonic()
-                    replace_file(self._folder.view_file, codec.dumps(view))
+                    with contextlib.suppress(OSError):
+                        replace_file(self._folder.view_file, codec.dumps(view))
             await asyncio.sleep(DRAW_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from lastwords_operator.coordinator import ports
 from lastwords_operator.core.model import JobStatus
 from lastwords_operator.core.observation import Event
 from lastwords_operator.local.folder import FolderError, JobFolder, append_line, read_json, replace_file
+
+_log = logging.getLogger(__name__)
 
 
 class FileStatusStore:
@@ -52,9 +55,12 @@ class FileEvents:
         self._listener = listener
 
     async def emit(self, at: float, event: Event) -> None:
-        """Append and tell."""
+        """Append and tell. A full disk costs the line in the file, not the job."""
         row = {"at": at, **codec.to_plain(event)}
-        append_line(self._folder.events_file, row)
+        try:
+            append_line(self._folder.events_file, row)
+        except OSError as error:
+            _log.error("an event is missing in %s: %s", self._folder.events_file, error)
         self._listener(row)
 
 
