@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lastwords_operator.local import processes
+from lastwords_operator.local.folder import JobFolder
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 REFERENCE = ROOT / "tests" / "reference" / "train_reference.py"
@@ -138,6 +139,7 @@ class Run:
             self.process.wait()
         if (self.job / "job.json").exists():
             processes.kill_all(self.uid())
+        JobFolder(self.job).remove_runtime()
 
     # --- what must hold -----------------------------------------------------------------------------
 

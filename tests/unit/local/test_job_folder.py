@@ -55,7 +55,10 @@ def test_socket_paths_are_short_however_deep_the_folder_is(tmp_path: pathlib.Pat
         assert len(os.fsencode(path)) <= folders.SOCKET_PATH_BYTES
 
 
-def test_a_memory_folder_that_is_too_long_for_sockets_is_refused(tmp_path: pathlib.Path) -> None:
+def test_a_memory_folder_that_is_too_long_for_sockets_is_refused(
+    tmp_path: pathlib.Path, memory: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(memory))
     deep = tmp_path.joinpath(*["a-long-name-of-a-folder"] * 5)
     deep.mkdir(parents=True)
     with pytest.raises(FolderError, match="too long for a socket .* use a shorter --memory-dir"):
