@@ -32,7 +32,8 @@ class Peers:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._addresses = addresses
         self._session: aiohttp.ClientSession | None = None
-        self._pushing: set[int] = set()
+        self._pushing: dict[int, bytes] = {}
+        """Rank -> the record that waits while another one is on its way; b"" = none waits."""
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -69,11 +70,26 @@ class Peers:
         return data, headers.get(fetch.PROVISIONAL) == "1"
 
     async def push_record(self, worker: int, rank: int, body: bytes) -> None:
-        """Give a small record to a neighbour. A failure is nobody's business: the next boundary tries again."""
-        address = self._addresses().get(worker)
-        if not address or rank in self._pushing:
+        """
+        Give a small record to a neighbour; of those that come while one is on its way only the newest follows.
+
+        A failure is nobody's business: the next boundary tries again.
+        """
+        busy = rank in self._pushing
+        self._pushing[rank] = body
+        if busy:
             return
-        self._pushing.add(rank)
+        try:
+            while (body := self._pushing[rank]) != b"":
+                self._pushing[rank] = b""
+                await self._push_once(worker, rank, body)
+        finally:
+            del self._pushing[rank]
+
+    async def _push_once(self, worker: int, rank: int, body: bytes) -> None:
+        address = self._addresses().get(worker)
+        if not address:
+            return
         try:
             timeout = aiohttp.ClientTimeout(total=5.0)
             url = f"http://{address}/v1/neighbour/{rank}"
@@ -81,8 +97,6 @@ class Peers:
                 await response.read()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             log.debug("the record of rank %d did not reach worker %d: %s", rank, worker, error)
-        finally:
-            self._pushing.discard(rank)
 
     async def _get(
         self, worker: int, path: str, headers: Mapping[str, str] | None = None

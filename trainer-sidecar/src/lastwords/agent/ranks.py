@@ -15,6 +15,8 @@ from lastwords.protocol.messages import ExitReport, RankReport, RankState, Stack
 
 LAUNCHER_GONE = ExitReport(signal=9, message="the launcher ended, and its ranks with it")
 
+_SNAPSHOTS_KEPT = 4
+
 
 class Rank:
     """What is known of `rank` in `attempt`; a new attempt gets new objects."""
@@ -29,7 +31,9 @@ class Rank:
         """The launcher that started it is gone."""
         self.ended: wire.ScriptEnded | None = None
         self.finished: wire.Finished | None = None
-        self.snapshot: wire.SnapshotReady | None = None
+        self.snapshots: dict[int, wire.SnapshotReady] = {}
+        """Those that are to be persisted, by step: the last few."""
+        self.connections = 0
         self.hold_state: wire.HoldState | None = None
         self.hold_sent: wire.Hold | None = None
         self.welcomed = False
@@ -67,6 +71,7 @@ class Rank:
         """A new connection of this rank: what was sent on the last one is sent again."""
         self.connection = connection
         self.connected_once = True
+        self.connections += 1
         self.hold_sent = self.hold_state = None
         self.welcomed = self.may_exit_sent = False
         self.plan_sent = -1
@@ -75,6 +80,13 @@ class Rank:
         """The connection is over."""
         self.connection = None
         self.hold_state = None
+
+    def add_snapshot(self, ready: wire.SnapshotReady) -> None:
+        """Note a snapshot that is to be persisted."""
+        if ready.persist:
+            self.snapshots[ready.step] = ready
+            for step in sorted(self.snapshots)[:-_SNAPSHOTS_KEPT]:
+                del self.snapshots[step]
 
     def send(self, message: object) -> None:
         """Send when there is a connection."""
