@@ -116,7 +116,7 @@ def _refine(draft: Draft) -> None:
         kind=row.kind, message=row.message, worker=row.worker, node=row.node, rank=row.rank,
         infrastructure=row.infrastructure,
     )  # fmt: skip
-    if (found.kind, found.rank) != (fault.kind, fault.rank):
+    if (found.kind, found.rank, found.provisional) != (fault.kind, fault.rank, fault.provisional):
         draft.event(found.kind.value, found.message, warning=True, worker=found.worker, rank=found.rank)
 
 

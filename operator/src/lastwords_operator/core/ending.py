@@ -184,18 +184,18 @@ def _storage_error(obs: Observation) -> str:
 def _complete(draft: Draft, message: str) -> None:
     draft.condition("Progressing", False, "Complete")
     draft.condition("Complete", True, "AllSteps", message)
-    draft.enter(JobState.COMPLETE, message, last_words=None, copy=None)
+    draft.enter(JobState.COMPLETE, message, last_words=None, copy=None, persist=None)
     draft.event("Complete", message[:1].upper() + message[1:])
 
 
 def _suspend(draft: Draft, message: str) -> None:
     draft.condition("Progressing", False, "Suspended")
-    draft.enter(JobState.SUSPENDED, message, last_words=None, copy=None)
+    draft.enter(JobState.SUSPENDED, message, last_words=None, copy=None, persist=None)
     draft.event("Suspended", message[:1].upper() + message[1:])
 
 
 def _fail(draft: Draft, message: str) -> None:
     draft.condition("Progressing", False, "Failed")
     draft.condition("Failed", True, "Failed", message)
-    draft.enter(JobState.FAILED, message, last_words=None, copy=None)
+    draft.enter(JobState.FAILED, message, last_words=None, copy=None, persist=None)
     draft.event("Failed", message, warning=True)

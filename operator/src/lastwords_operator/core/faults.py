@@ -96,7 +96,8 @@ def rank_fault(observation: Observation, rank: RankReport) -> Fault:
     details = rank.exit
     worker = observation.spec.topology.worker_of(rank.rank)
     step = details.step if details and details.step is not None else rank.step
-    at = f"at step {step}" if step is not None else "before its first step"
+    early = not made_step(observation)
+    at = "before its first step" if early or step is None else f"at step {step}"
     if details and details.exception:
         kind, cause = FaultKind.USER_EXCEPTION, f"raised {details.exception}: {details.message} ({at})"
     elif code is None or code in (128 + _SIGKILL, 128 + _SIGTERM):
@@ -110,7 +111,7 @@ def rank_fault(observation: Observation, rank: RankReport) -> Fault:
         kind=kind, message=f"Rank {rank.rank} {cause}", infrastructure=kind is FaultKind.RANK_KILLED,
         worker=worker, rank=rank.rank, step=step, exit_code=code,
         exception=details.exception or "" if details else "", traceback=details.traceback if details else "",
-        before_first_step=not made_step(observation),
+        before_first_step=early, error=details.message if details else "",
     )  # fmt: skip
 
 
@@ -183,10 +184,11 @@ def _secondary(observation: Observation, ranks: dict[int, RankReport]) -> Fault 
     first = min(echoes, key=lambda rank: rank.rank)
     details = first.exit
     assert details is not None
+    settled = lasted(observation, "secondary", SECONDARY_SECONDS)
+    cause = " and no rank had died" if settled else "; the cause is looked for"
     return Fault(
-        kind=FaultKind.NETWORK, infrastructure=True,
-        provisional=not lasted(observation, "secondary", SECONDARY_SECONDS),
-        message=f"Connections between ranks broke and no rank had died (rank {first.rank}: {details.message})",
+        kind=FaultKind.NETWORK, infrastructure=True, provisional=not settled,
+        message=f"Connections between ranks broke{cause} (rank {first.rank}: {details.message})",
         before_first_step=not made_step(observation), traceback=details.traceback,
     )  # fmt: skip
 
@@ -237,15 +239,20 @@ def _suspects(observation: Observation) -> Iterable[str]:
     yield from _silent(observation)
 
 
+def silence(observation: Observation, worker: int) -> float:
+    """Seconds since the worker was heard; one that never was has been silent since the coordinator started."""
+    view = observation.view(worker)
+    if view.connected:
+        return 0.0
+    return view.silent_seconds if view.report is not None else observation.now - observation.coordinator_started_at
+
+
 def _silent(observation: Observation) -> Iterable[str]:
     """Silent workers, but only while the steps of the others have stopped too, and never all at once."""
     limit = observation.spec.deadlines.silent
     if observation.now - observation.coordinator_started_at < observation.spec.deadlines.reconnect:
         return
-    silent = [
-        worker for worker in range(observation.spec.workers)
-        if not observation.view(worker).connected and observation.view(worker).silent_seconds >= limit
-    ]  # fmt: skip
+    silent = [worker for worker in range(observation.spec.workers) if silence(observation, worker) >= limit]
     ranks = observation.ranks().values()
     if len(silent) == observation.spec.workers or not ranks:
         return
@@ -276,7 +283,16 @@ def overdue(observation: Observation) -> dict[int, float]:
     durations = [rank.step_seconds for rank in ranks.values() if rank.step_seconds is not None]
     typical = max(durations, default=None)
     deadlines = observation.spec.deadlines
-    return {number: rank.quiet_seconds - phase_limit(deadlines, rank, typical) for number, rank in ranks.items()}
+    return {number: _waited(rank, ranks) - phase_limit(deadlines, rank, typical) for number, rank in ranks.items()}
+
+
+def _waited(rank: RankReport, ranks: dict[int, RankReport]) -> float:
+    """
+    Seconds since anything moved that the rank may have been waiting for: itself, or a rank that is not further than it
+    is. So the end of a long evaluation on one rank is not the moment at which all others count as hanging.
+    """
+    step = -1 if rank.step is None else rank.step
+    return min(other.quiet_seconds for other in ranks.values() if (-1 if other.step is None else other.step) <= step)
 
 
 def hang_after(observation: Observation) -> float | None:
@@ -353,4 +369,4 @@ def _culprit(ranks: dict[int, RankReport]) -> tuple[int | None, str]:
         return outside[0], "it is the only one that is not in a collective"
     if len(ranks) == 1:
         return next(iter(ranks)), "it makes no step"
-    return None, "no single rank stands out"
+    return None, "no single rank stands out" if asked else "every rank is asked where it is"

@@ -118,7 +118,8 @@ def _moving(observation: Observation) -> list[int]:
         if rank.state is RankState.RUNNING and rank.step is not None and not at_rest(rank) and not faults.stuck(rank)
     ]  # fmt: skip
     for worker in range(observation.spec.workers):
-        if observation.report(worker) is None:
+        silent = faults.silence(observation, worker)
+        if observation.report(worker) is None and silent < observation.spec.deadlines.silent:
             moving.extend(observation.spec.topology.ranks_of(worker))
     return sorted(moving)
 
@@ -131,6 +132,7 @@ def still_at(observation: Observation, step: int) -> list[int]:
 def _choose(observation: Observation, words: LastWords, table: TableSummary) -> Step:
     attempt = observation.status.attempt
     live = {rank.step for rank in observation.ranks().values() if rank.step is not None and at_rest(rank)}
+    live -= {step for step in live if _blown_up(observation, step)}
     plans: list[RestorePlan] = []
     copies: dict[int, dict[int, int]] = {}
     refusals = list(words.refusals)
@@ -153,6 +155,16 @@ def _choose(observation: Observation, words: LastWords, table: TableSummary) -> 
     return Keep(choice=choice)
 
 
+def _blown_up(observation: Observation, step: int) -> bool:
+    """Whether the live state is known to hold NaN: a copy would only push a good part out."""
+    attempt = observation.status.attempt
+    return any(
+        not part.finite and part.attempt == attempt and part.step <= step
+        for report in observation.reports().values()
+        for part in report.parts
+    )
+
+
 def _writers(observation: Observation, table: TableSummary, step: int) -> dict[int, int]:
     ready = restore.ready_parts(observation, table, step, observation.status.attempt)
     done = frozenset().union(*ready.values())
@@ -165,7 +177,7 @@ def _release(
     """One update for the ranks at their gates, when the newest step is lost or not exact without it."""
     target = words.newest_step
     plan = choice.plan
-    if plan and plan.step >= target and plan.exact:
+    if (plan and plan.step >= target and plan.exact) or _blown_up(observation, target):
         return None
     ranks = observation.ranks()
     behind = [number for number in still_at(observation, target - 1) if ranks[number].state is RankState.RUNNING]

@@ -175,9 +175,9 @@ def _start(draft: Draft, plan: RestorePlan) -> None:
         attempt=attempt,
         lineage=(*status.lineage, entry)[-MOST_LINEAGE:],
         restore=plan,
-        plan=plans.first(draft.obs.spec.interval, plan.step, status.plan.number + 1),
+        plan=plans.first(draft.obs.spec.interval, plan.step, status.plan),
         back_off_until=None, last_words=None, stable_since=None, copy=None, persist=None, persist_deadline=None,
-        progress_step=max(status.progress_step, plan.step),
+        progress_step=plan.step,
         incarnations={worker: draft.obs.view(worker).incarnation for worker in range(draft.obs.spec.workers)},
         kept_in_memory=False,
     )  # fmt: skip

@@ -161,6 +161,8 @@ class Fault:
     exit_code: int | None = None
     """128 + n for signal n."""
     exception: str = ""
+    error: str = ""
+    """What the exception says, without step and rank: the same again is recognised by it."""
     traceback: str = ""
     before_first_step: bool = False
     seconds_to_detect: float = 0.0

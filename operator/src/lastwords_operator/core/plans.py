@@ -26,12 +26,18 @@ SPREAD_SECONDS = 1.0
 FIRST_PERSIST_EVERY = 50
 
 
-def first(interval: Interval, begin: int, number: int) -> SnapshotPlan:
-    """Plan of an attempt that goes on from step `begin`, before anything is measured."""
+def first(interval: Interval, begin: int, previous: SnapshotPlan) -> SnapshotPlan:
+    """
+    Plan of an attempt that goes on from step `begin`: as the previous attempt's, which was measured, or the defaults of
+    a first attempt (number 0 as `previous`).
+    """
     if interval.mode is IntervalMode.FIXED_STEPS:
         every, persist = interval.steps, 1
-        return SnapshotPlan(number=number, every_steps=every, persist_every=persist, from_step=begin + every)
-    return SnapshotPlan(number=number, every_steps=1, persist_every=FIRST_PERSIST_EVERY, from_step=begin + 1)
+    elif previous.number:
+        every, persist = previous.every_steps, previous.persist_every
+    else:
+        every, persist = 1, FIRST_PERSIST_EVERY
+    return SnapshotPlan(number=previous.number + 1, every_steps=every, persist_every=persist, from_step=begin + every)
 
 
 def step_seconds(observation: Observation) -> float | None:

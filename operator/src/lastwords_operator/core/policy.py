@@ -76,9 +76,9 @@ def matching(rules: tuple[FailureRule, ...], fault: Fault) -> RuleAction | None:
 def back_off(policy: FailurePolicy, counted: int, without_progress: int) -> float:
     """
     Seconds to wait before the next attempt: doubled for each counted restart, and for each in a row without a new
-    step after the first, up to the limit. The first restart after a fault of the infrastructure waits for nothing.
+    step after the second, up to the limit. Infrastructure faults that let the job go on between them wait for nothing.
     """
-    exponent = max(counted, without_progress - 1)
+    exponent = max(counted, without_progress - 2)
     if exponent <= 0:
         return 0.0
     return min(policy.back_off_limit_seconds, policy.back_off_seconds * 2.0 ** min(exponent - 1, 30))
@@ -100,7 +100,7 @@ def given_back(policy: FailurePolicy, status: JobStatus, now: float) -> JobStatu
 def _marked(status: JobStatus, fault: Fault) -> JobStatus:
     if fault.kind not in _SCRIPT:
         return status
-    text = fault.exception + fault.message if fault.exception else f"exit code {fault.exit_code}"
+    text = f"{fault.exception}: {fault.error}" if fault.exception else f"exit code {fault.exit_code}"
     last = status.last_error
     same = last is not None and (last.text, last.step) == (text, fault.step)
     mark = ErrorMark(text=text, step=fault.step, count=last.count + 1 if last and same else 1)
