@@ -148,6 +148,8 @@ class Batches(Iterator[Any]):
             skip_in_sampler = not isinstance(loader.dataset, IterableDataset)
             loader._lastwords_index.begin(position.seed(), position.consumed if skip_in_sampler else 0)
             self._inner = loader._lastwords_open()
+            if loader._lastwords_index.order is not None:
+                loader._lastwords_index.order.skip()
             if not skip_in_sampler:
                 log.warning(
                     "lastwords: an iterable data set has no sampler: %d batches are read again", position.consumed
@@ -172,17 +174,15 @@ class Index:
         self._numbered = numbered
         self._seed = 0
         self._skip = 0
+        self.order: Order | None = None
 
     def begin(self, seed: int, skip: int) -> None:
         """Seed of the coming epoch, and how many batches of it are over."""
         self._seed, self._skip = seed, skip
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator function: skipping must be done before anything else draws random numbers.
-        iterator = iter(self.inner)
-        for _ in range(self._skip):
-            next(iterator, None)
-        return self._numbers(iterator, self._seed, self._skip) if self._numbered else iterator
+        self.order = Order(self.inner, self._seed if self._numbered else None, self._skip)
+        return self.order
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -192,12 +192,35 @@ class Index:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    @staticmethod
-    def _numbers(iterator: Iterator[Any], seed: int, first: int) -> Iterator[Any]:
-        for number, indices in enumerate(iterator, first):
-            batch = Numbered(indices)
-            batch.seed = randomness.stable_seed(seed, number)
-            yield batch
+
+class Order(Iterator[Any]):
+    """The order of one epoch from batch `skip` on."""
+
+    def __init__(self, inner: Any, seed: int | None, skip: int) -> None:
+        self._iterator = iter(inner)
+        self._seed = seed
+        self._number = 0
+        self._skip = skip
+
+    def skip(self) -> None:
+        """
+        Leave out what was consumed.
+
+        Not at construction: the loader draws a seed between making this iterator and asking for the first batch,
+        and the sampler draws the order after that.
+        """
+        while self._number < self._skip:
+            self._number += 1
+            next(self._iterator, None)
+
+    def __next__(self) -> Any:
+        self.skip()
+        indices = next(self._iterator)
+        if self._seed is not None:
+            indices = Numbered(indices)
+            indices.seed = randomness.stable_seed(self._seed, self._number)
+        self._number += 1
+        return indices
 
 
 class SeededDataset:
