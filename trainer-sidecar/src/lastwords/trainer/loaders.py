@@ -13,10 +13,11 @@ itself is not covered.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,10 @@ class Position:
         if self.began is not None:
             self.epoch += 1
         self.consumed = 0
-        self.began = {"process": randomness.capture(), "generators": _generator_states(self._loader)}
+        # An iterator with persistent workers is used again, and then draws no seed of its own.
+        reused = getattr(self._loader, "_iterator", None) is not None
+        generators = _generator_states(self._loader)
+        self.began = {"process": randomness.capture(), "generators": generators, "reused": reused}
         self.ended = False
         self._set_sampler_epoch()
         return self.seed()
@@ -89,16 +93,15 @@ class Position:
         """Put the generators to where the epoch began; returns the states to go back to."""
         assert self.began is not None
         now = {"process": randomness.capture(), "generators": _generator_states(self._loader)}
-        randomness.restore(self.began["process"])
-        _set_generator_states(self._loader, self.began["generators"])
+        self.set_states(self.began)
         self._set_sampler_epoch()
         self.resuming = False
         return now
 
-    def return_to(self, now: dict[str, Any]) -> None:
-        """Undo what drawing the order of a resumed epoch did to the generators."""
-        randomness.restore(now["process"])
-        _set_generator_states(self._loader, now["generators"])
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Put all generators to `states` (`began`, or what `resume_epoch` returned)."""
+        randomness.restore(states["process"])
+        _set_generator_states(self._loader, states["generators"])
 
     def _set_sampler_epoch(self) -> None:
         for sampler in _samplers(self._loader):
@@ -147,6 +150,9 @@ class Batches(Iterator[Any]):
         try:
             skip_in_sampler = not isinstance(loader.dataset, IterableDataset)
             loader._lastwords_index.begin(position.seed(), position.consumed if skip_in_sampler else 0)
+            if position.began and position.began["reused"]:
+                # The new iterator draws a seed that the old one did not: once more back, before the order is drawn.
+                loader._lastwords_index.rewind = functools.partial(position.set_states, position.began)
             self._inner = loader._lastwords_open()
             if loader._lastwords_index.order is not None:
                 loader._lastwords_index.order.skip()
@@ -157,7 +163,7 @@ class Batches(Iterator[Any]):
                 for _ in range(position.consumed):
                     next(self._inner, None)
         finally:
-            position.return_to(now)
+            position.set_states(now)
 
 
 class Numbered(list[Any]):
@@ -175,13 +181,14 @@ class Index:
         self._seed = 0
         self._skip = 0
         self.order: Order | None = None
+        self.rewind: Callable[[], None] | None = None
 
     def begin(self, seed: int, skip: int) -> None:
         """Seed of the coming epoch, and how many batches of it are over."""
-        self._seed, self._skip = seed, skip
+        self._seed, self._skip, self.rewind = seed, skip, None
 
     def __iter__(self) -> Iterator[Any]:
-        self.order = Order(self.inner, self._seed if self._numbered else None, self._skip)
+        self.order = Order(self.inner, self._seed if self._numbered else None, self._skip, self.rewind)
         return self.order
 
     def __len__(self) -> int:
@@ -196,7 +203,8 @@ class Index:
 class Order(Iterator[Any]):
     """The order of one epoch from batch `skip` on."""
 
-    def __init__(self, inner: Any, seed: int | None, skip: int) -> None:
+    def __init__(self, inner: Any, seed: int | None, skip: int, rewind: Callable[[], None] | None) -> None:
+        self._rewind = rewind
         self._iterator = iter(inner)
         self._seed = seed
         self._number = 0
@@ -209,6 +217,9 @@ class Order(Iterator[Any]):
         Not at construction: the loader draws a seed between making this iterator and asking for the first batch,
         and the sampler draws the order after that.
         """
+        if self._rewind is not None:
+            self._rewind()
+            self._rewind = None
         while self._number < self._skip:
             self._number += 1
             next(self._iterator, None)
