@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lastwords.protocol import wire
+from lastwords.protocol import environment, wire
 from lastwords.trainer import parts as parts_
 from lastwords.trainer import session as session_
 from lastwords.trainer.collect import Collector
 from lastwords.trainer.parts import StateError
 from lastwords.trainer.protected import Protected, mode_of
 from lastwords.trainer.unprotected import Unprotected
+
+if TYPE_CHECKING:
+    from lastwords.trainer.standalone import Standalone
 
 
 class Checkpointer:
@@ -29,6 +33,7 @@ class Checkpointer:
 
     `mode`: "overlap" (default: the copy runs beside the next forward and backward, and the optimizer waits for it),
     "manual" (the script calls `wait()` before its update) or "blocking".
+    `storage`: folder for a script that runs under plain python or torchrun (else LASTWORDS_STORAGE).
 
     Raises StateError for what cannot be saved; `restore` raises WrongModelError for another model's state.
     """
@@ -43,9 +48,15 @@ class Checkpointer:
             if session is not None:
                 session.send(wire.RankNotice(code="state", text=str(error), fatal=True))
             raise
-        self._work: Protected | Unprotected
+        folder = storage or os.environ.get(environment.STORAGE)
+        self._work: Protected | Standalone | Unprotected
         if session is not None:
             self._work = Protected(session, self._parts, collector, chosen)
+        elif folder:
+            # Imported only here: under a runner the agent does the storing.
+            from lastwords.trainer.standalone import Standalone
+
+            self._work = Standalone(folder, self._parts, collector)
         else:
             self._work = Unprotected()
         self.restored_step: int | None = None

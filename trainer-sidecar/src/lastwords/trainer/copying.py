@@ -129,10 +129,11 @@ def _raw_tensor(address: int, nbytes: int) -> torch.Tensor:
 
 def is_finite(copies: Sequence[Copy], view: memoryview) -> bool:
     """Whether no floating-point tensor in the file has NaN or infinity."""
-    return all(_finite(copy.chunk.dtype, view[copy.begin : copy.begin + copy.nbytes]) for copy in copies)
+    return all(is_finite_chunk(copy.chunk.dtype, view[copy.begin : copy.begin + copy.nbytes]) for copy in copies)
 
 
-def _finite(dtype: str, data: memoryview) -> bool:
+def is_finite_chunk(dtype: str, data: memoryview) -> bool:
+    """Whether the bytes of one chunk hold neither NaN nor infinity."""
     for begin in range(0, len(data), snapshots.BLOCK_BYTES):
         block = data[begin : begin + snapshots.BLOCK_BYTES]
         if dtype in ("float32", "float64", "complex64"):
@@ -149,15 +150,16 @@ def _finite(dtype: str, data: memoryview) -> bool:
     return True
 
 
+def bytes_of(source: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order: its own memory where that can be, else a copy."""
+    nbytes = source.numel() * source.element_size()
+    if source.device.type == "cpu" and source.is_contiguous():
+        return memoryview((ctypes.c_char * nbytes).from_address(source.data_ptr())).cast("B")
+    data = np.empty(nbytes, dtype=np.uint8)
+    copy_out(source, data.ctypes.data, nbytes)
+    return data.data.cast("B")
+
+
 def content_digests(live: Sequence[Live]) -> dict[str, int]:
     """crc32 of each chunk that this process holds, by key: the proof that replicas are equal."""
-    found = {}
-    for item in live:
-        nbytes = item.chunk.nbytes
-        if item.local.device.type == "cpu" and item.local.is_contiguous():
-            data: Any = (ctypes.c_char * nbytes).from_address(item.local.data_ptr())
-        else:
-            data = np.empty(nbytes, dtype=np.uint8)
-            copy_out(item.local, data.ctypes.data, nbytes)
-        found[item.chunk.key] = zlib.crc32(data)
-    return found
+    return {item.chunk.key: zlib.crc32(bytes_of(item.local)) for item in live}

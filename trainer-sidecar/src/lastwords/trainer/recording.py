@@ -20,7 +20,10 @@ _NOTHING = Encoded("null", hoststate.Table())
 class Recorder:
     """Builds and writes the records of one rank in one attempt."""
 
-    def __init__(self, parts: Parts, collector: Collector, rank: int, attempt: int, areas: slots.Records) -> None:
+    def __init__(
+        self, parts: Parts, collector: Collector, rank: int, attempt: int, areas: slots.Records | None
+    ) -> None:
+        """`areas` None: records are only built (for storage), not kept in memory."""
         self._parts = parts
         self._collector = collector
         self._rank = rank
@@ -42,11 +45,12 @@ class Recorder:
 
     def write(self, step: int, record: bytes) -> None:
         """Put a final record in place."""
-        self._areas.write(step, record, provisional=False)
+        if self._areas is not None:
+            self._areas.write(step, record, provisional=False)
 
     def write_provisional(self, step: int, generation: int) -> None:
         """Before the update that ends in `step`."""
-        if not self._foreseeable:
+        if not self._foreseeable or self._areas is None:
             return
         self._provisional = hoststate.encode_part("own", restoring.own_state(self._parts, self._collector))
         head = self._head(step, generation, provisional=True)
