@@ -22,6 +22,7 @@ from lastwords_operator.core.model import JobSpec, JobState, JobStatus
 from lastwords_operator.core.observation import AGENT, Decision, Event, Observation
 from lastwords_operator.local import inject, outcome
 from lastwords_operator.local.folder import JobFolder, read_lines, replace_file
+from lastwords_operator.local.journal import Journal
 from lastwords_operator.local.store import FileEvents, FileStatusStore, SystemClock, next_epoch
 from lastwords_operator.local.tail import Tail
 from lastwords_operator.local.workers import LocalWorkers, Recipe
@@ -59,6 +60,7 @@ class Session:
         self._injector = inject.Injector(faults, folder.injected_file, spec.processes_per_worker)
         self._tails = [Tail(folder.logs / f"trainer-{worker}.log") for worker in range(spec.workers)]
         self._recipe = recipe
+        self._journal = Journal()
         self._loop: Loop | None = None
         self._seen: tuple[Observation, JobStatus] | None = None
         self._over_at: float | None = None
@@ -117,6 +119,7 @@ class Session:
     def _passed(self, seen: Observation, decision: Decision) -> bool:
         """After each pass: make due faults; False once the job is over and its workers have ended."""
         self._seen = (seen, decision.status)
+        self._journal.note(seen, decision)
         reports = {view.worker: view.report for view in seen.workers if view.report is not None and view.connected}
         for text in self._injector.step(reports, self._workers.containers()):
             asyncio.get_running_loop().create_task(self._tell("Injected", text))
