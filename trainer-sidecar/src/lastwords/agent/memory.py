@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from lastwords.protocol import codec, wire
-from lastwords.protocol.messages import RestorePlan
+from lastwords.protocol.messages import RestorePlan, RunState, WorkerOrder
 
 FILE = "agent.json"
 
@@ -15,8 +15,9 @@ FILE = "agent.json"
 class Memory:
     """Written before whatever follows from it is done."""
 
-    accepted_attempt: int = 0
-    """Orders of a lower attempt are refused."""
+    job_uid: str = ""
+    order: WorkerOrder | None = None
+    """The newest one: lower ones are refused, and the state can be kept even if the coordinator does not come back."""
     started_attempt: int = 0
     """Newest attempt whose ranks were ordered from a launcher, so that no attempt is started twice."""
     started_by: int = 0
@@ -34,13 +35,23 @@ class Memory:
     welcomes: dict[int, wire.RestoreOrder] = dataclasses.field(default_factory=dict)
 
 
-def load(folder: str) -> Memory:
-    """What the last agent in this volume knew; an empty memory when there was none."""
+def load(folder: str, job_uid: str) -> Memory:
+    """What the last agent of this job in this volume knew; an empty memory when there was none."""
     try:
         with open(os.path.join(folder, FILE), "rb") as file:
-            return codec.loads(Memory, file.read())
+            memory = codec.loads(Memory, file.read())
     except (FileNotFoundError, codec.DecodeError):
-        return Memory()
+        return Memory(job_uid=job_uid)
+    if memory.job_uid != job_uid:
+        return Memory(job_uid=job_uid)
+    order = memory.order
+    if order is None:
+        return memory
+    if order.run is RunState.ENDED:
+        # It was carried out: whoever starts an agent again means the job to go on.
+        return dataclasses.replace(memory, order=None)
+    # Holds are counted anew by each agent.
+    return dataclasses.replace(memory, order=dataclasses.replace(order, release_hold=0))
 
 
 def store(folder: str, memory: Memory) -> None:

@@ -44,11 +44,12 @@ class Rank:
     @property
     def alive(self) -> bool:
         """Whether there is a process, as far as is known."""
+        if self.process is not None and not self.process.alive:
+            # Its connection may be open still: forked children have inherited it.
+            return False
         if self.connection is not None:
             return True
-        if self.process is not None:
-            return self.process.alive and not self.launcher_gone
-        return False
+        return self.process is not None and not self.launcher_gone
 
     @property
     def through(self) -> bool:

@@ -95,3 +95,9 @@ def _stop(worker: Worker, attempt: int, grace_seconds: float) -> None:
         return
     worker.stops_sent = sent
     worker.launcher.send(wire.StopRanks(attempt=attempt, grace_seconds=grace_seconds))
+
+
+def stop_all(worker: Worker) -> None:
+    """End the ranks without an order: the coordinator is lost."""
+    if worker.launcher_known() and worker.any_alive():
+        _stop(worker, worker.attempt, 0.0)

@@ -155,6 +155,20 @@ class Volume:
                     return number
         return None
 
+    def pin(self, slot: int, local_rank: int, processes_per_worker: int, value: int) -> None:
+        """Tell the rank that the agent reads its part in `slot` (step + 1), or does not any more (0)."""
+        size = 8 * self.slots * processes_per_worker
+        with _opened(self.path(names.PINS), os.O_RDWR | os.O_CREAT) as file:
+            if os.fstat(file).st_size < size:
+                os.posix_fallocate(file, 0, size)
+            os.pwrite(file, value.to_bytes(8, "little"), 8 * names.pin_index(slot, local_rank, processes_per_worker))
+
+    def unpin_all(self, processes_per_worker: int) -> None:
+        """Pins of an agent that died are void."""
+        for slot in range(self.slots):
+            for local_rank in range(processes_per_worker):
+                self.pin(slot, local_rank, processes_per_worker, 0)
+
     def holdings(self, ranks: range) -> tuple[PartHolding, ...]:
         """READY parts as the coordinator wants them."""
         return tuple(

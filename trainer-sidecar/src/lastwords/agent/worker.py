@@ -27,8 +27,7 @@ class Worker:
     def __init__(self, settings: Settings, volume: Volume) -> None:
         self.settings = settings
         self.volume = volume
-        self.memory: Memory = memory_.load(settings.volume)
-        self.order: WorkerOrder | None = None
+        self.memory: Memory = memory_.load(settings.volume, settings.job_uid)
         self.launcher: Connection | None = None
         self.launcher_hello: wire.LauncherHello | None = None
         self.processes: wire.Processes | None = None
@@ -40,12 +39,19 @@ class Worker:
         self.prepared: Prepared | None = None
         self.stops_sent: tuple[int, Connection | None] = (0, None)
         self.runs_sent: tuple[int, Connection | None] = (0, None)
+        self.stop_answered = False
+        """The launcher has said something since it was told to stop the attempt in force."""
         self._begin(self.memory.started_attempt)
 
     @property
     def number(self) -> int:
         """Which worker this is."""
         return self.settings.worker
+
+    @property
+    def order(self) -> WorkerOrder | None:
+        """The newest order."""
+        return self.memory.order
 
     @property
     def attempt(self) -> int:
@@ -88,11 +94,10 @@ class Worker:
         known = self.order
         if known is not None and (order.epoch, order.number) < (known.epoch, known.number):
             return False
-        if order.attempt < self.memory.accepted_attempt:
-            log.warning("order of attempt %d refused: %d is known", order.attempt, self.memory.accepted_attempt)
+        if known is not None and order.attempt < known.attempt:
+            log.warning("order of attempt %d refused: %d is known", order.attempt, known.attempt)
             return False
-        self.remember(accepted_attempt=order.attempt)
-        self.order = order
+        self.remember(order=order)
         return True
 
     def start_attempt(self, attempt: int) -> None:
@@ -104,7 +109,13 @@ class Worker:
     def any_alive(self) -> bool:
         """Whether there is a rank process of any attempt, as far as is known."""
         listed = self.processes is not None and any(process.alive for process in self.processes.processes)
-        return listed or any(rank.alive for rank in self.ranks.values())
+        return listed or self.start_pending() or any(rank.alive for rank in self.ranks.values())
+
+    def start_pending(self) -> bool:
+        """Whether ranks were ordered from the launcher and it has neither listed nor stopped them yet."""
+        ordered = self.runs_sent == (self.attempt, self.launcher) and self.launcher is not None
+        listed = self.processes is not None and self.processes.attempt == self.attempt and self.processes.processes
+        return ordered and not listed and not self.stop_answered
 
     def launcher_known(self) -> bool:
         """Whether the launcher that is connected has said what it runs."""
@@ -142,6 +153,7 @@ class Worker:
 
     def _begin(self, attempt: int) -> None:
         self.store_address = ""
+        self.stop_answered = False
         self.ranks = {rank: Rank(rank, attempt) for rank in self.own_ranks} if attempt else {}
         self.prepared = None
         if attempt and self.memory.prepared_attempt == attempt:
@@ -158,6 +170,7 @@ class Worker:
 
     def _take_processes(self, message: wire.Processes) -> None:
         self.processes = message
+        self.stop_answered = self.stops_sent[1] is self.launcher and self.stops_sent[0] >= self.attempt
         if message.attempt > self.attempt:
             log.warning("the launcher runs attempt %d, which is not known here", message.attempt)
             self.start_attempt(message.attempt)

@@ -76,16 +76,22 @@ class JobCheckpoints:
         mine = Claim(uid=uid, name=self.name)
         if _again(lambda: self.store.create(path, _seal(codec.dumps(mine)))):
             return
-        owner = self._read(Claim, path)
-        if owner is None:
+        if not self.check_owner(uid):
             raise ClaimedError(
                 f"{self.store.location(path)} cannot be read: remove it if no other job uses this folder"
             )
+
+    def check_owner(self, uid: str) -> bool:
+        """Whether the folder is this job's; False: nobody's. Raises ClaimedError when it is another one's."""
+        owner = self._read(Claim, f"{self._folder}/{manifest.CLAIM}")
+        if owner is None:
+            return False
         if owner.uid != uid:
             raise ClaimedError(
                 f"{self.store.location(self._folder)} belongs to another job of the same name (uid {owner.uid}, "
                 f"this one is {uid}): give the job another name or another storage folder"
             )
+        return True
 
     def write_plan(self, plan: CheckpointPlan) -> CheckpointPlan:
         """
@@ -133,6 +139,8 @@ class JobCheckpoints:
         small = None
         if record is not None and rank in plan.record_ranks:
             small = self._write_summed(checkpoint, manifest.rank_record(rank), [streams.whole(record)], cancelled)
+        if cancelled():
+            raise streams.CancelledError("the save was given up")
         part = PartRecord(
             rank=rank, step=plan.step, attempt=plan.attempt, data=data, chunks=stored, record=small, finite=finite
         )
