@@ -149,24 +149,19 @@ class Pins:
         self._path = os.path.join(folder, volume.PINS)
         self._local_rank = local_rank
         self._processes = processes_per_worker
-        self._view: memoryview | None = None
 
     def pinned(self, slot: int) -> bool:
         """Whether the agent reads the rank's part in `slot`."""
-        if self._view is None:
-            try:
-                file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return False
-            try:
-                size = os.fstat(file).st_size
-                if not size:
-                    return False
-                self._view = memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
-            finally:
-                os.close(file)
         index = volume.pin_index(slot, self._local_rank, self._processes)
-        return 8 * index + 8 <= len(self._view) and bool(self._view[8 * index : 8 * index + 8].cast("Q")[0])
+        # Read, not mapped: the agent makes the file, and may make it anew.
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return any(os.pread(file, 8, 8 * index))
+        finally:
+            os.close(file)
 
 
 def free_bytes(folder: str) -> int:
