@@ -220,17 +220,13 @@ def worker(
 
 def end(launched: Launched, agent: FakeAgent) -> None:
     """End as ordered, or by force."""
-    if launched.process.poll() is None:
-        launched.process.send_signal(signal.SIGTERM)
-        launched.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 20.0
+    while launched.process.poll() is None and time.monotonic() < deadline:
+        launched.process.send_signal(signal.SIGTERM)  # the second one ends it; two at once may arrive as one
         with contextlib.suppress(subprocess.TimeoutExpired):
-            launched.process.wait(1.0)
-        if launched.process.poll() is None:
-            agent.launcher.send(wire.EndLauncher())
-        try:
-            launched.process.wait(20.0)
-        except subprocess.TimeoutExpired:
-            launched.kill()
+            launched.process.wait(0.2)
+    if launched.process.poll() is None:
+        launched.kill()
     agent.close()
     until(lambda: not launched.left(), "no process is left", 10.0)
 

@@ -27,7 +27,8 @@ def run(kind: str, target: str, arguments: Sequence[str], words: Sequence[str]) 
     if kind == MODULE:
         sys.argv[:] = [target, *arguments]
         _insert_path(os.getcwd())
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        # What the interpreter itself calls for -m; runpy's public functions run the module in another namespace.
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif kind == CODE:
         sys.argv[:] = ["-c", *arguments]
         _insert_path("")
@@ -36,7 +37,7 @@ def run(kind: str, target: str, arguments: Sequence[str], words: Sequence[str]) 
     else:
         sys.argv[:] = [target, *arguments]
         _insert_path(os.path.dirname(os.path.realpath(target)))
-        path = os.path.join(os.getcwd(), target.removeprefix("./"))
+        path = os.path.join(os.getcwd(), target)
         main.__file__ = path
         vars(main)["__cached__"] = None
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)

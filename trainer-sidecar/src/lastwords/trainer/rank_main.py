@@ -124,24 +124,20 @@ def _leave(code: int, interrupted: bool) -> NoReturn:
 
 def _flush_files() -> None:
     """Write out files that the script left open, as their destructors would have."""
-    files = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
+    files: list[io.IOBase] = [item for item in gc.get_objects() if issubclass(type(item), io.IOBase)]
     # From the outside in: text, then compressed files (which have an end to write), then buffers.
-    for item in files:
-        try:
-            if item.closed:
-                continue
-            if isinstance(item, io.TextIOBase):
-                item.flush()
-            elif isinstance(item, io.BufferedIOBase) and type(item).__module__ not in ("_io", "io"):
-                item.close()
-        except Exception:
-            pass
-    for item in files:
-        try:
-            if isinstance(item, (io.BufferedWriter, io.BufferedRandom)):
-                item.flush()
-        except Exception:
-            pass
+    for kinds, finish in (
+        (io.TextIOBase, "flush"),
+        (io.BufferedIOBase, "close"),
+        ((io.BufferedWriter, io.BufferedRandom), "flush"),
+    ):
+        for item in files:
+            try:
+                plain = finish == "close" and type(item).__module__ in ("_io", "io")
+                if isinstance(item, kinds) and not plain and not item.closed:
+                    getattr(item, finish)()
+            except Exception:
+                pass  # a file that cannot be written at the end of its process has nobody left to tell
 
 
 def _flush_standard() -> None:
