@@ -59,8 +59,7 @@ def _order_last(draft: Draft, step: int) -> None:
         return
     planned = restore.memory_plan(obs, table, step, attempt)
     if not isinstance(planned, str):
-        kind = "final" if draft.status.stop is None else "requested"
-        draft.set(copy=None, persist=_persist_order(obs, step, attempt, kind))
+        draft.set(copy=None, persist=_persist_order(obs, step, attempt, "final"))
         return
     since = (draft.status.persist_deadline or draft.now) - obs.spec.deadlines.finish
     draft.wake(since + READY_SECONDS)

@@ -16,6 +16,8 @@ from lastwords_operator.core.observation import DEAD, TRAINER, Observation
 
 SECONDARY_SECONDS = 2.0
 """With echoes only for so long, the network is the root."""
+RESTORE_ERROR = "RestoreError"
+"""The exception by which a rank says that what it was to restore is damaged."""
 ABSENT_SECONDS = 10.0
 """A worker that shows no rank of the attempt for so long has lost them."""
 
@@ -98,7 +100,9 @@ def rank_fault(observation: Observation, rank: RankReport) -> Fault:
     step = details.step if details and details.step is not None else rank.step
     early = not made_step(observation)
     at = "before its first step" if early or step is None else f"at step {step}"
-    if details and details.exception:
+    if details and (details.exception or "").rpartition(".")[2] == RESTORE_ERROR:
+        kind, cause = FaultKind.RESTORE_FAILED, f"cannot read the state it was given: {details.message}"
+    elif details and details.exception:
         kind, cause = FaultKind.USER_EXCEPTION, f"raised {details.exception}: {details.message} ({at})"
     elif code is None or code in (128 + _SIGKILL, 128 + _SIGTERM):
         name = {128 + _SIGTERM: "SIGTERM"}.get(code or 0, "SIGKILL")
@@ -107,8 +111,9 @@ def rank_fault(observation: Observation, rank: RankReport) -> Fault:
         kind, cause = FaultKind.RANK_CRASHED, f"crashed with signal {code - 128} {at}"
     else:
         kind, cause = FaultKind.RANK_EXITED, f"left with exit code {code} {at}"
+    infrastructure = kind in (FaultKind.RANK_KILLED, FaultKind.RESTORE_FAILED)
     return Fault(
-        kind=kind, message=f"Rank {rank.rank} {cause}", infrastructure=kind is FaultKind.RANK_KILLED,
+        kind=kind, message=f"Rank {rank.rank} {cause}", infrastructure=infrastructure,
         worker=worker, rank=rank.rank, step=step, exit_code=code,
         exception=details.exception or "" if details else "", traceback=details.traceback if details else "",
         before_first_step=early, error=details.message if details else "",

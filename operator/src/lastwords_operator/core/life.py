@@ -296,7 +296,7 @@ def _progress(draft: Draft) -> None:
         ages = [rank.first_step_age_seconds for rank in ranks.values() if rank.first_step_age_seconds is not None]
         first = draft.now - min(ages, default=0.0)
         draft.recovery(first_step_at=first)
-        draft.put(policy.with_progress(dataclasses.replace(draft.status, stable_since=first, excluded=())))
+        draft.put(policy.with_progress(dataclasses.replace(draft.status, stable_since=first)))
         if draft.status.recoveries:
             draft.event("Recovered", f"First new step ({low}) of attempt {status.attempt}")
     due = draft.now - status.progress_at >= PROGRESS_SECONDS or status.progress_step == 0

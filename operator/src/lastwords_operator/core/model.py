@@ -313,7 +313,7 @@ class HoldRelease:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Excluded:
-    """A source that was chosen and could not be read."""
+    """A source that was chosen and could not be read; one row each time. See `restore.choose`."""
 
     source: RestoreSource
     step: int

@@ -166,10 +166,13 @@ def _rank_of(status: JobStatus, plan: RestorePlan) -> tuple[int, int, int]:
 
 
 def _excluded(status: JobStatus, source: RestoreSource, step: int, attempt: int) -> str:
-    for row in status.excluded:
-        if (row.source, row.step, row.attempt) == (source, step, attempt):
-            return row.reason
-    return ""
+    """
+    Why a source that was chosen before is not chosen again. A checkpoint gets one chance; memory gets two, since the
+    worker that found its part damaged throws it away, and another one may have it.
+    """
+    rows = [row for row in status.excluded if (row.source, row.step, row.attempt) == (source, step, attempt)]
+    chances = 2 if source is RestoreSource.MEMORY else 1
+    return rows[-1].reason if len(rows) >= chances else ""
 
 
 def memory_plans(observation: Observation) -> tuple[list[RestorePlan], list[str]]:
