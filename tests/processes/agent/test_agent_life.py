@@ -144,7 +144,9 @@ async def test_hold_by_order_release_to_live_copy_and_stacks(tmp_path: pathlib.P
         report = await world.coordinator.wait(0, lambda r: all(k.stack for k in r.ranks), "stacks of all")
         assert report.ranks[1].stack is not None
         assert report.ranks[1].stack.in_collective
-        assert report.ranks[0].stack == StackReport(responsive=False, process_state=report.ranks[1].stack.process_state)
+        assert report.ranks[0].stack is not None
+        assert not report.ranks[0].stack.responsive
+        assert report.ranks[0].stack.process_state in ("R", "S")
 
 
 async def test_old_orders_and_unreadable_frames_are_refused(tmp_path: pathlib.Path) -> None:

@@ -72,7 +72,7 @@ class Store(Protocol):
         """Names in a folder, sorted; empty when there is no such folder."""
 
     def remove(self, path: str) -> None:
-        """Remove a file or an empty folder; nothing happens when it is not there."""
+        """Remove a file or an empty folder; nothing happens when it is not there, or is a folder that is not empty."""
 
     def location(self, path: str) -> str:
         """Where another process on this machine finds the file."""

@@ -229,8 +229,11 @@ class PosixStore:
             if name.startswith(_TEMPORARY):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(folder, name))
-        with contextlib.suppress(FileNotFoundError):
+        try:
             os.rmdir(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     def _step(self, name: str) -> None:
         if self._on_step is not None:

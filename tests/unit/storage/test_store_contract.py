@@ -1,0 +1,163 @@
+"""What every store must do: the real one, with and without links, and the one for tests."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from lastwords.storage import base
+from lastwords.storage.base import StorageError, Store
+from lastwords.storage.faulty import FaultyStore
+from lastwords.storage.posix import PosixStore
+
+
+def without_links(folder: pathlib.Path) -> PosixStore:
+    store = PosixStore(folder)
+    store._links = False
+    return store
+
+
+MAKERS: dict[str, Callable[[pathlib.Path], Store]] = {
+    "links": PosixStore,
+    "no links": without_links,
+    "faulty": lambda folder: FaultyStore(PosixStore(folder)),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def store(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Store:
+    return MAKERS[request.param](tmp_path / "root")
+
+
+def test_create_is_exclusive_and_whole(store: Store) -> None:
+    assert store.create("a/b/c", b"one")
+    assert not store.create("a/b/c", b"two")
+    assert not store.create("a/b/c", b"on")
+    assert base.read(store, "a/b/c") == b"one"
+    assert store.list("a/b") == ["c"], "nothing else is left"
+
+
+def test_of_many_creators_one_wins(store: Store) -> None:
+    start = threading.Barrier(8)
+    won: list[int] = []
+
+    def race(number: int) -> None:
+        start.wait()
+        if store.create("x", b"%d" % number * 1000):
+            won.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert base.read(store, "x") == b"%d" % won[0] * 1000
+
+
+def test_write_replaces_and_cuts_to_length(store: Store) -> None:
+    store.write("a/x", [b"1234", memoryview(b"5678")])
+    store.write("a/x", [b"abc"])
+    assert base.read(store, "a/x") == b"abc"
+
+
+def test_a_write_of_the_same_bytes_never_shortens_the_file(store: Store) -> None:
+    store.write("x", [b"aa", b"bb"])
+    sizes = []
+
+    def pieces() -> list[bytes]:
+        with store.open("x") as file:
+            sizes.append(file.nbytes)
+        return [b"aa", b"bb"]
+
+    store.write("x", (piece for piece in pieces()))
+    assert sizes == [4]
+
+
+def test_missing_things_are_gone_and_not_errors_where_that_is_meant(store: Store) -> None:
+    assert base.read(store, "a/b") is None
+    assert store.list("a") == []
+    store.remove("a/b")
+    with pytest.raises(StorageError) as caught, store.open("a/b"):
+        pass
+    assert caught.value.kind == "gone"
+
+
+def test_remove_takes_files_and_empty_folders(store: Store) -> None:
+    store.create("a/b", b"")
+    store.remove("a/b")
+    store.remove("a")
+    assert store.list("") == [] or store.list(".") == []
+
+
+def test_read_at_gives_ranges(store: Store) -> None:
+    store.write("x", [b"0123456789"])
+    with store.open("x") as file:
+        assert (file.nbytes, file.read_at(3, 4), file.read_at(8, 100), file.read_at(50, 1)) == (10, b"3456", b"89", b"")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EROFS, "read-only"), (errno.EACCES, "read-only"),
+        (errno.ESTALE, "stale"), (errno.ENOENT, "gone"), (errno.EIO, "other"),
+    ],
+)  # fmt: skip
+def test_O_33_O_36_every_system_error_becomes_a_kind_and_a_sentence(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: str
+) -> None:
+    store = PosixStore(tmp_path)
+    store.links()
+
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.write", fail)
+    with pytest.raises(StorageError) as caught:
+        store.write("x", [b"1"])
+    assert caught.value.kind == kind
+    assert str(tmp_path / "x") in str(caught.value)
+
+
+def test_O_34_a_file_system_without_links_is_found_out_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(source: str, target: str) -> None:
+        tried.append(target)
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    store = PosixStore(tmp_path)
+    assert store.create("x", b"1")
+    assert not store.create("x", b"2")
+    assert store.create("y", b"2")
+    assert len(tried) == 1
+    assert sorted(os.listdir(tmp_path)) == ["x", "y"]
+
+
+def test_O_34_without_links_what_a_dead_writer_began_is_finished_by_whoever_has_the_same_bytes(
+    tmp_path: pathlib.Path,
+) -> None:
+    store = without_links(tmp_path)
+    for torn in (b"", b"ab"):
+        (tmp_path / "x").write_bytes(torn)
+        assert not store.create("x", b"zzz") or torn == b""
+        (tmp_path / "x").write_bytes(torn)
+        assert store.create("x", b"abcdef")
+        assert base.read(store, "x") == b"abcdef"
+    assert not store.create("x", b"abcdef"), "a whole one is not created again"
+
+
+def test_O_34_nothing_is_ever_renamed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rename", "replace", "renames"):
+        monkeypatch.setattr(f"os.{name}", lambda *_: pytest.fail("rename overwrites and may not be atomic"))
+    store = PosixStore(tmp_path)
+    store.create("a/x", b"1")
+    store.write("a/y", [b"1"])
