@@ -46,6 +46,7 @@ def test_a_killed_rank_is_told_with_its_signal_within_milliseconds(tmp_path: pat
     with worker(tmp_path, SLEEP, procs=2) as (launched, agent):
         agent.launcher.send(order(1, 2))
         pids = _sleeping(launched, agent, 1, 2)
+        until(lambda: len(launched.left()) == 8, "all their children run", 5)
         group = [pid for pid in launched.left() if pid != pids[1] and _group(pid) == pids[1]]
         assert len(group) == 1
         began = time.monotonic()
@@ -63,8 +64,7 @@ def test_stop_ends_whole_groups_and_what_escaped_from_them(tmp_path: pathlib.Pat
     with worker(tmp_path, SLEEP, procs=2) as (launched, agent):
         agent.launcher.send(order(1, 2))
         pids = _sleeping(launched, agent, 1, 2)
-        before = launched.left()
-        assert len(before) == 8
+        before = until(lambda: len(found := launched.left()) == 8 and found, "all their children run", 5)
         os.kill(pids[0], signal.SIGSTOP)  # a stopped rank dies as well
         agent.launcher.send(wire.StopRanks(attempt=1))
         agent.processes(lambda r: all(not p.alive for p in r.processes), "all ranks are dead")
@@ -120,7 +120,7 @@ def test_when_the_launcher_is_killed_ranks_and_their_children_die(tmp_path: path
     with worker(tmp_path, SLEEP, procs=2) as (launched, agent):
         agent.launcher.send(order(1, 2))
         _sleeping(launched, agent, 1, 2)
-        assert len(launched.left()) == 8
+        until(lambda: len(launched.left()) == 8, "all their children run", 5)
         launched.kill()
         until(lambda: not launched.left(), "all its processes die without anybody's help", 5)
 
@@ -174,6 +174,57 @@ def test_sigterm_is_passed_on_and_a_second_one_ends_everything(tmp_path: pathlib
         launched.process.send_signal(signal.SIGTERM)
         assert launched.process.wait(10) == 143
         assert not launched.left()
+
+
+WAITS = "import lastwords.launcher.launcher as launcher; launcher._AGENT_AWAY_SECONDS = launcher._ORPHAN_SECONDS = 1.0"
+
+
+def test_after_sigterm_it_does_not_wait_for_ever_for_an_agent(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text(SLEEP)
+    launched = Launched(tmp_path, [sys.executable, "script.py"], procs=1, variables={}, patch=WAITS)
+    agent = FakeAgent(launched.volume)
+    try:
+        agent.launcher.send(order(1, 1))
+        _sleeping(launched, agent, 1, 1)
+        agent.close()
+        time.sleep(2.0)
+        assert launched.process.poll() is None  # without a signal it waits: training goes on
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.process.wait(10) == 143
+        assert not launched.left()
+    finally:
+        end(launched, agent)
+
+
+PARENT = """
+import os, pathlib, time
+if os.fork():
+    while not pathlib.Path("go").exists():
+        time.sleep(0.05)
+    os._exit(0)
+"""
+
+
+def test_without_parent_and_agent_it_ends(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text(SLEEP)
+    launched = Launched(tmp_path, [sys.executable, "script.py"], procs=1, variables={}, patch=WAITS + PARENT)
+    agent = FakeAgent(launched.volume)
+    pid = agent.launcher.of(wire.LauncherHello)[0].pid
+    try:
+        assert pid != launched.process.pid
+        agent.launcher.send(order(1, 1))
+        _sleeping(launched, agent, 1, 1)
+        (tmp_path / "go").touch()
+        launched.process.wait(5)
+        time.sleep(2.0)
+        assert _alive(pid)  # the agent may still end it well
+        agent.close()
+        until(lambda: not _alive(pid), "it ends by itself", 15)
+        assert not launched.left()
+    finally:
+        if _alive(pid):
+            os.kill(pid, signal.SIGKILL)
+        end(launched, agent)
 
 
 def test_end_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:

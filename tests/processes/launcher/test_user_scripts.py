@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pathlib
@@ -31,7 +32,9 @@ print("SEEN " + json.dumps({
     "priority": os.getpriority(os.PRIO_PROCESS, 0), "stdin": os.readlink("/proc/self/fd/0"),
     "pipe": signal_state(), "environment": {k: v for k, v in os.environ.items() if not k.startswith(HIDDEN)},
     # What a library put into the C library's environment only shows in child processes.
-    "inherited": sorted(n for n in subprocess.check_output(["env"], text=True).splitlines() if not n.startswith(HIDDEN)),
+    "inherited": sorted(
+        line for line in subprocess.check_output(["env"], text=True).splitlines() if not line.startswith(HIDDEN)
+    ),
 }))
 """
 PRELUDE = '''"""What it is."""
@@ -92,6 +95,22 @@ def test_a_standby_leaves_no_trace_in_the_script(tmp_path: pathlib.Path, form: s
         for name in ours:
             assert ours[name] == theirs[name], (name, _difference(ours[name], theirs[name]))
         assert ours.keys() == theirs.keys()
+    finally:
+        end(launched, agent)
+
+
+def test_an_interpreter_that_lacks_lastwords_gets_it_at_the_end_of_its_path(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text("import sys, lastwords; print(sys.path, flush=True)")
+    patch = "import lastwords.launcher.interpreters as i; i._probe = lambda *_: ((3, 11), True, False)"
+    launched = Launched(tmp_path, [sys.executable, "script.py"], procs=1, variables={}, patch=patch)
+    agent = FakeAgent(launched.volume)
+    try:
+        agent.launcher.send(order(1, 1))
+        assert agent.ended(0, 1).exit is None, launched.log(0, 1)
+        agent.dead(0, 1)
+        path = ast.literal_eval(launched.log(0, 1))
+        assert path[0] == str(tmp_path)
+        assert (pathlib.Path(path[-1]) / "lastwords" / "__init__.py").is_file()
     finally:
         end(launched, agent)
 
