@@ -69,6 +69,7 @@ def test_a_script_that_fails_before_its_first_step_is_not_restarted_for_ever(run
     text = run.console.read_text()
     assert "ValueError: the learning rate is missing" in text
     assert "script.py" in text
+    assert "the learning rate is missing" in run.status()["recoveries"][-1]["traceback"]
     assert run.status()["state"] == "Failed"
     assert run.status()["attempt"] <= 3
     run.left_nothing()

@@ -20,6 +20,9 @@ from lastwords_operator.core.model import (
 )
 from lastwords_operator.core.observation import Observation
 
+MOST_TRACEBACK = 8000
+"""Letters of a traceback that the status keeps: its end."""
+
 
 def non_finite_again(obs: Observation) -> Fault | None:
     """The state blew up again where an earlier attempt blew up, after a restore from before that step."""
@@ -66,7 +69,7 @@ def _row(obs: Observation, fault: Fault, detected_at: float) -> Recovery:
     return Recovery(
         kind=fault.kind, message=fault.message, attempt=obs.status.attempt, worker=fault.worker, node=node,
         rank=fault.rank, infrastructure=fault.infrastructure, seconds_to_detect=fault.seconds_to_detect,
-        detected_at=detected_at,
+        detected_at=detected_at, exit_code=fault.exit_code, traceback=fault.traceback[-MOST_TRACEBACK:],
     )  # fmt: skip
 
 
@@ -114,7 +117,7 @@ def _refine(draft: Draft) -> None:
     row = _row(draft.obs, found, words.began_at)
     draft.recovery(
         kind=row.kind, message=row.message, worker=row.worker, node=row.node, rank=row.rank,
-        infrastructure=row.infrastructure,
+        infrastructure=row.infrastructure, exit_code=row.exit_code, traceback=row.traceback,
     )  # fmt: skip
     if (found.kind, found.rank, found.provisional) != (fault.kind, fault.rank, fault.provisional):
         draft.event(found.kind.value, found.message, warning=True, worker=found.worker, rank=found.rank)

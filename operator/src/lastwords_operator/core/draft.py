@@ -83,4 +83,5 @@ class Draft:
     def add_recovery(self, row: Recovery) -> None:
         """Add a row; one that has not seen its first new step yet was interrupted by this fault."""
         self.recovery(interrupted=True)
-        self.set(recoveries=(*self.status.recoveries, row)[-MOST_RECOVERIES:])
+        older = tuple(dataclasses.replace(old, traceback="") for old in self.status.recoveries)
+        self.set(recoveries=(*older, row)[-MOST_RECOVERIES:])

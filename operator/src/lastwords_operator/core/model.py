@@ -265,6 +265,10 @@ class Recovery:
     """False: some rank was reseeded, the run is not bit-equal to an undisturbed one."""
     interrupted: bool = False
     """Another fault struck before the first new step."""
+    exit_code: int | None = None
+    """Of the rank that brought it about, 128 + n for signal n."""
+    traceback: str = ""
+    """Kept for the newest row only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lastwords_operator.core.model import JobState, JobStatus
-from lastwords_operator.core.observation import Observation
 from lastwords_operator.local.folder import JobFolder, read_json, replace_file
 
 COMPLETE = 0
@@ -11,18 +10,14 @@ FAILED = 1
 STOPPED = 130
 
 
-def exit_code(seen: Observation, status: JobStatus) -> int:
-    """
-    0 for a complete job, 130 for one that was stopped. For a failed one the code of the first rank that left with a
-    bad one of its own accord, else 1.
-    """
+def exit_code(status: JobStatus) -> int:
+    """0 for a complete job, 130 for one that was stopped; for a failed one that of the faulty rank, else 1."""
     if status.state is JobState.COMPLETE:
         return COMPLETE
     if status.state is not JobState.FAILED:
         return STOPPED
-    ends = [rank.exit for report in seen.reports().values() for rank in report.ranks if rank.exit is not None]
-    codes = [end.code for end in ends if not end.secondary and end.code is not None and 0 < end.code < 256]
-    return codes[0] if codes else FAILED
+    code = status.recoveries[-1].exit_code if status.recoveries else None
+    return code if code is not None and 0 < code < 256 else FAILED
 
 
 def write(folder: JobFolder, code: int) -> None:

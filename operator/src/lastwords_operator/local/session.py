@@ -130,7 +130,7 @@ class Session:
             return True
         if self._over_at is None:
             self._over_at = time.monotonic()
-            self._exit_code = outcome.exit_code(seen, decision.status)
+            self._exit_code = outcome.exit_code(decision.status)
             with contextlib.suppress(OSError):
                 outcome.write(self._folder, self._exit_code)
         # A launcher hears of the end from its agent: without one nothing is worth waiting for.

@@ -7,7 +7,7 @@ from typing import Any
 
 from lastwords.protocol.messages import AgentReport, RankReport
 from lastwords_operator.coordinator import ports
-from lastwords_operator.core.model import FaultKind, JobStatus, Recovery
+from lastwords_operator.core.model import FaultKind, JobState, JobStatus, Recovery
 from lastwords_operator.core.observation import AGENT, TRAINER, Observation
 from lastwords_operator.core.observation import WorkerView as Seen
 from lastwords_operator.view.model import EventView, JobView, RankView, RecoveryView, WorkerView
@@ -62,6 +62,7 @@ def job_view(
         workers=tuple(_worker(view, rows.get(view.worker)) for view in seen.workers),
         recoveries=tuple(recovery_view(number, row) for number, row in enumerate(status.recoveries, 1)),
         events=tuple(event_view(row) for row in events[-EVENTS_SHOWN:]),
+        traceback=status.recoveries[-1].traceback if status.recoveries and status.state is JobState.FAILED else "",
     )
 
 

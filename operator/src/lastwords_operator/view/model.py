@@ -79,5 +79,7 @@ class JobView:
     recoveries: tuple[RecoveryView, ...] = ()
     events: tuple[EventView, ...] = ()
     """The newest ones."""
+    traceback: str = ""
+    """Why the job failed, when its script raised an exception."""
     finished: bool = False
     exit_code: int | None = None

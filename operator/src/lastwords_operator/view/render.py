@@ -131,6 +131,8 @@ def summary(view: JobView) -> RenderableType:
     parts: list[RenderableType] = [table]
     if view.recoveries:
         parts.append(recoveries_table(view.recoveries))
+    if view.traceback:
+        parts.append(Text(view.traceback.rstrip()))
     return Group(*parts)
 
 
