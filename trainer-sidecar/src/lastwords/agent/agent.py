@@ -53,7 +53,7 @@ class Agent:
         self._local = LocalServer(settings.volume, self._on_message, self._on_end)
         self._peers = Peers(settings.token, lambda: self._worker.order.peers if self._worker.order else {})
         self._fetch = FetchServer(self._volume, settings.token, lambda: self._worker.own_ranks, self._changed)
-        self._saver = Saver(self._worker, self._checkpoints, self._offload, self._changed)
+        self._saver = Saver(self._worker, self._checkpoints, self._offload, self._peers, self._changed)
         self._holder = Holder(self._worker)
         self._copies = LiveCopies(self._worker, self._saver.free)
         self._stacks = StackCollector(self._worker)

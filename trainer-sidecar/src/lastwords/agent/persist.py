@@ -14,7 +14,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from lastwords.agent.offload import Offload
@@ -53,7 +53,10 @@ class NonFiniteError(NotSavedError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveOrder:
-    """What to save. `parts` and `record_ranks` over the whole job; `ordered`: the coordinator said so."""
+    """
+    What to save. `parts` and `record_ranks` over the whole job; `workers` whose agents are there to write; `ordered`:
+    the coordinator said so.
+    """
 
     id: CheckpointId
     kind: str
@@ -61,6 +64,7 @@ class SaveOrder:
     record_ranks: tuple[int, ...]
     lineage: tuple[LineageEntry, ...]
     topology: Topology
+    workers: tuple[int, ...]
     ordered: bool = False
 
 
@@ -75,6 +79,7 @@ class Save:
         volume: Volume,
         checkpoints: JobCheckpoints,
         offload: Offload,
+        fetch_record: Callable[[int], Awaitable[bytes | None]],
         job_uid: str,
         write_seconds: float,
         others_seconds: float,
@@ -84,6 +89,7 @@ class Save:
         self._volume = volume
         self._checkpoints = checkpoints
         self._offload = offload
+        self._fetch_record = fetch_record
         self._job_uid = job_uid
         self._write_seconds = write_seconds
         self._others_seconds = others_seconds
@@ -168,16 +174,19 @@ class Save:
 
     def _mine(self, plan: CheckpointPlan) -> list[int]:
         """
-        Ranks whose files this worker writes: its own, and on the lowest worker that is left those of workers that
-        an earlier plan counted on and that are gone now. What they would have written is known to the byte.
+        Ranks whose files this worker writes: its own, and those of a worker that is gone and whose neighbour this is,
+        which has its small records. What it would have written is known to the byte.
         """
-        order = self.order
-        left = self._workers(order.parts, order.record_ranks)
         ranks = sorted(set(plan.writers) | set(plan.record_ranks))
-        worker_of = order.topology.worker_of
-        gone = [rank for rank in ranks if worker_of(rank) not in left]
-        own = [rank for rank in ranks if worker_of(rank) == self._worker]
-        return own + (gone if left and left[0] == self._worker else [])
+        return [rank for rank in ranks if self._writer_of(rank) == self._worker]
+
+    def _writer_of(self, rank: int) -> int | None:
+        topology, there = self.order.topology, self.order.workers
+        worker = topology.worker_of(rank)
+        if worker in there:
+            return worker
+        neighbour = (worker + 1) % topology.workers
+        return neighbour if neighbour in there else min(there, default=None)
 
     async def _write_rank(
         self, plan: CheckpointPlan, rank: int, sources: dict[int, Source], parts: Sequence[Part]
@@ -188,9 +197,9 @@ class Save:
         if rank in plan.record_ranks:
             ranks = plan.topology.ranks_of(self._worker)
             found = self._volume.find_record(ranks, rank, plan.step, plan.attempt)
-            if found is None:
+            record = found.body if found is not None else await self._fetch_record(rank)
+            if record is None:
                 raise SaveError(f"the small record of rank {rank} at step {plan.step} is lost")
-            record = found.body
         absent = [i for i in plan.writers.get(rank, ()) if i not in sources]
         if absent:
             raise SaveError(f"what rank {rank} was to write is not on this worker: {plan.chunks[absent[0]].key}")
@@ -236,7 +245,8 @@ class Save:
     # -- committing -------------------------------------------------------------------------------
 
     async def _commit(self, plan: CheckpointPlan) -> Manifest:
-        writers = self._workers(self.order.parts, self.order.record_ranks)
+        ranks = set(plan.writers) | set(plan.record_ranks)
+        writers = sorted({worker for worker in map(self._writer_of, ranks) if worker is not None})
         position = writers.index(self._worker) if self._worker in writers else len(writers)
         self.waiting_since = began = time.monotonic()
         pause = _FIRST_PAUSE_SECONDS
@@ -257,9 +267,6 @@ class Save:
                 raise SaveError(f"step {plan.step} was not committed: {self.missing or 'the others did not commit it'}")
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-
-    def _workers(self, *ranks: Sequence[int]) -> list[int]:
-        return sorted({self.order.topology.worker_of(rank) for some in ranks for rank in some})
 
     async def _call(self, action: Callable[[], T]) -> T:
         return await self._offload.run(action, METADATA_SECONDS)

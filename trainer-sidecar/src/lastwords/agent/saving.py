@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from lastwords.agent.offload import Offload
+from lastwords.agent.peers import PeerError, Peers
 from lastwords.agent.persist import METADATA_SECONDS, NonFiniteError, NotSavedError, Save, SaveError, SaveOrder
 from lastwords.agent.worker import Worker
 from lastwords.protocol import wire
@@ -33,9 +34,15 @@ class Saver:
     """`on_change` is called when the report has changed."""
 
     def __init__(
-        self, worker: Worker, checkpoints: JobCheckpoints, offload: Offload, on_change: Callable[[], None]
+        self,
+        worker: Worker,
+        checkpoints: JobCheckpoints,
+        offload: Offload,
+        peers: Peers,
+        on_change: Callable[[], None],
     ) -> None:
         self._worker = worker
+        self._peers = peers
         self._checkpoints = checkpoints
         self._offload = offload
         self._on_change = on_change
@@ -47,7 +54,8 @@ class Saver:
         self._current: Save | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed: set[CheckpointId] = set()
-        """Saves that are not tried again: not there any more, or periodic and failed."""
+        """Saves that are tried again only if the coordinator says so: not there any more, or periodic and failed."""
+        self._non_finite: set[CheckpointId] = set()
         self._failed: dict[CheckpointId, tuple[int, float]] = {}
         self._failures_in_row = 0
         self._error = ""
@@ -109,7 +117,12 @@ class Saver:
         newest = self._worker.order.attempt if self._worker.order is not None else 0
         if current.order.id.attempt < newest and not self._is_wanted(current.order.id):
             current.give_up()
-        if order is None or order.id == current.order.id:
+        if order is None:
+            return
+        if order.id == current.order.id:
+            # The coordinator knows who is left to write.
+            if order.ordered and (order.parts, order.workers) != (current.order.parts, current.order.workers):
+                current.give_up()
             return
         waited = now - current.waiting_since if current.waiting_since is not None else 0.0
         if order.ordered or (waited > _SUPERSEDED_SECONDS and order.id > current.order.id):
@@ -135,7 +148,9 @@ class Saver:
 
     def _due(self, now: float) -> SaveOrder | None:
         for order in (self._ordered(), self._final(), self._periodic()):
-            if order is None or order.id in self._closed or order.id in self._infos:
+            if order is None or order.id in self._non_finite or order.id in self._infos:
+                continue
+            if order.id in self._closed and not order.ordered:
                 continue
             if now >= self._failed.get(order.id, (0, 0.0))[1]:
                 return order
@@ -157,6 +172,7 @@ class Saver:
             record_ranks=wanted.record_ranks,
             lineage=order.lineage,
             topology=order.topology,
+            workers=tuple(sorted({*map(order.topology.worker_of, wanted.parts), *order.peers, self._worker.number})),
             ordered=True,
         )
 
@@ -189,6 +205,7 @@ class Saver:
             record_ranks=world,
             lineage=order.lineage,
             topology=worker.topology,
+            workers=tuple(range(worker.topology.workers)),
         )
 
     # -- one save ---------------------------------------------------------------------------------
@@ -201,6 +218,7 @@ class Saver:
             volume=self._worker.volume,
             checkpoints=self._checkpoints,
             offload=self._offload,
+            fetch_record=functools.partial(self._fetch_record, order),
             job_uid=settings.job_uid,
             write_seconds=settings.save_seconds,
             others_seconds=settings.others_seconds,
@@ -208,12 +226,24 @@ class Saver:
         self._task = asyncio.create_task(self._run(self._current))
         self._on_change()
 
+    async def _fetch_record(self, order: SaveOrder, rank: int) -> bytes | None:
+        """The small record of an own rank from the neighbour, which keeps a copy."""
+        neighbour = (self._worker.number + 1) % order.topology.workers
+        if neighbour == self._worker.number or neighbour not in order.workers:
+            return None
+        try:
+            body, _ = await self._peers.record(neighbour, rank, order.id.step, order.id.attempt)
+        except PeerError as error:
+            log.warning("the record of rank %d: %s", rank, error)
+            return None
+        return body
+
     async def _run(self, save: Save) -> None:
         began = time.monotonic()
         try:
             made = await save.run()
         except NonFiniteError as error:
-            self._closed.add(save.order.id)
+            self._non_finite.add(save.order.id)
             self._worker.notice("non-finite", str(error))
         except NotSavedError as error:
             log.info("step %d is not saved: %s", save.order.id.step, error)
