@@ -108,13 +108,15 @@ def main() -> None:
         loss = functional.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        scheduler.step()
+        checkpointer.report(loss=loss.item())  # shown in the live view; may be left out
+        # Before the update: a rank that dies in it may go on after it, because other ranks have the result.
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
         if args.out:
             with open(f"{args.out}.rank{rank}.jsonl", "a") as losses:
                 losses.write(json.dumps({"step": step, "loss": loss.item().hex()}) + "\n")
+        optimizer.step()
+        scheduler.step()
 
     if rank == 0:
         weights = hashlib.sha256()

@@ -177,12 +177,13 @@ def main() -> None:
                 loss = nn.functional.cross_entropy(model(inputs), targets) / args.accumulate
                 loss.backward()
             total += loss.item()
+        # Before the update: a rank that dies in it may go on after it, because other ranks have the result.
+        os.write(losses, (json.dumps({"step": step, "loss": total.hex()}) + "\n").encode())
         if step % SKIP_EVERY != SKIP_EVERY - 1:
             opt.step()
             head_opt.step()
             sched.step()
             update_ema(ema, net, decay=0.95)
-        os.write(losses, (json.dumps({"step": step, "loss": total.hex()}) + "\n").encode())
     os.close(losses)
 
     own = digest({"model": net, "ema": ema}, {"optimizer": opt, "head_optimizer": head_opt})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import pathlib
 from collections.abc import Iterator
 
@@ -84,12 +86,19 @@ def _jobs(folder: pathlib.Path) -> list[JobCheckpoints]:
     """Jobs whose checkpoints are in the folder: it may be the storage, a namespace in it, or a job's own."""
     if not folder.is_dir():
         raise CheckpointsError(f"{folder} is not a folder")
-    folder = folder.resolve()
+    folder = storage_of(folder.resolve())
     claims = [path for pattern in (CLAIM, f"*/{CLAIM}", f"*/*/{CLAIM}") for path in sorted(folder.glob(pattern))]
-    homes = [path.parent for path in claims if not (path.parent / "status.json").exists()]
+    homes = [path.parent for path in claims]
     if not homes:
         raise CheckpointsError(f"{folder} holds no checkpoints: no {CLAIM} of a storage folder is in it or below it")
     return [JobCheckpoints.at(str(home.parent.parent), home.parent.name, home.name) for home in homes]
+
+
+def storage_of(folder: pathlib.Path) -> pathlib.Path:
+    """The storage of the job whose folder this is; any other folder is taken as it is."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return pathlib.Path(json.loads((folder / "job.json").read_text())["asked"]["storage"])
+    return folder
 
 
 def _listed(job: JobCheckpoints) -> list[CheckpointInfo]:

@@ -226,3 +226,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_examples_of_inject_in_the_help_are_understood() -> None:
     for text in inject.EXAMPLE.split("'")[1::2]:
         inject.parse(text, workers=2, procs=2)
+
+
+def test_checkpoints_of_a_job_folder_are_those_of_its_storage(
+    capsys: pytest.CaptureFixture[str], never_ran: JobFolder
+) -> None:
+    storage = never_ran.path / "checkpoints" / "default" / "one"
+    storage.mkdir(parents=True)
+    (storage / "job.json").write_text("{}")
+    assert call(capsys, "checkpoints", "list", str(never_ran.path))[:2] == (0, "no committed checkpoint\n")
+    code, _, err = call(capsys, "checkpoints", "verify", str(never_ran.path))
+    assert code == cli.USAGE
+    assert "no committed checkpoint" in err
