@@ -30,6 +30,7 @@ class Loop:
     def __init__(self, world: World, randomness: random.Random | None = None, loss: float = 0.0) -> None:
         self.world, self.random, self.loss = world, randomness, loss
         self.status = JobStatus()
+        self.written: JobStatus | None = None
         self.epoch, self.started = 1, 0.0
         self.stop_requested = ""
         self.heard: dict[int, AgentReport] = {}
@@ -67,9 +68,10 @@ class Loop:
 
     def observe(self) -> Observation:
         """What the coordinator sees; the status goes through its text, as on disk."""
-        status = codec.loads(JobStatus, codec.dumps(self.status))
+        if self.status is not self.written:
+            self.written = self.status = codec.loads(JobStatus, codec.dumps(self.status))
         return Observation(
-            now=self.world.now, spec=self.world.spec, status=status, stop_requested=self.stop_requested,
+            now=self.world.now, spec=self.world.spec, status=self.status, stop_requested=self.stop_requested,
             workers=tuple(self._view(worker) for worker in self.world.workers),
             epoch=self.epoch, coordinator_started_at=self.started,
         )  # fmt: skip
@@ -90,6 +92,9 @@ class Loop:
 
     def check(self, seen: Observation, decision: Decision) -> None:
         """Deciding again changes nothing; attempts grow; a source lies on the path that the job took."""
+        if decision.status == seen.status:
+            assert decision.events == ()  # what is announced once must leave a mark
+            return
         again = decide.decide(dataclasses.replace(seen, status=decision.status))
         assert again.status == decision.status
         assert again.orders == decision.orders
