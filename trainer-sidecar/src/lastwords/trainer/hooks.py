@@ -1,5 +1,5 @@
 """
-Notices when an update begins, through the step hooks of the registered optimizers.
+Notices when a backward pass and when an update begins, through hooks on parameters and optimizers.
 
 Optimizers nest (wrappers call an inner one's step), so a depth counter finds the outermost. An exception inside
 `step` leaves the depth above zero; the boundary sets it back.
@@ -46,6 +46,29 @@ class UpdateHooks:
 
     def _post(self, *_: Any) -> None:
         self.leave()
+
+
+class BackwardHooks:
+    """
+    Calls `at_backward` when the first gradient of a backward pass is there.
+
+    Hooks on leaves run before the gradient is accumulated, hence before DistributedDataParallel can send it away: a
+    pass with one parameter only is seen too, before any other rank has all it needs. Parameters that are unfrozen
+    later are not watched; the pass is then noticed at one of the others, or not at all.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], at_backward: Callable[[], None]) -> None:
+        self._at_backward = at_backward
+        self._pass = -1
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(self._gradient)  # type: ignore[no-untyped-call]
+
+    def _gradient(self, _: torch.Tensor) -> None:
+        number: int = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._pass = number
+            self._at_backward()
 
 
 def _wrap_step(optimizer: Any, hooks: UpdateHooks) -> None:

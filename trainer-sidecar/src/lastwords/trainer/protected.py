@@ -46,6 +46,14 @@ class Protected:
         self._stager = Stager(session, (self._order.step, self._order.attempt))
         self._live = LiveCopier(session, self._stager, lambda: self._rest)
         self._hooks = hooks.UpdateHooks(parts.optimizers.values(), self._before_update)
+        self._backwards = 0
+        """Backward passes since the boundary, up to the first update."""
+        self._usual_backwards = 1
+        """How many there were in the step before."""
+        self._early_ns = 0
+        self._watched = hooks.BackwardHooks(
+            (parameter for module in parts.modules.values() for parameter in module.parameters()), self._at_backward
+        )
         session.on(wire.NewPlan, self._planner.offer)
         session.before_end = self._script_ends
 
@@ -92,16 +100,31 @@ class Protected:
 
     # -- one step ---------------------------------------------------------------------------------
 
+    def _at_backward(self) -> None:
+        """
+        A backward pass begins: others may pass the boundary as soon as it has ended here.
+
+        Of several in one step (gradient accumulation) only the last one has that effect, and only it is told of.
+        """
+        if self._session.gate.odd:
+            return
+        self._backwards += 1
+        if self._backwards >= self._usual_backwards:
+            began = time.monotonic_ns()
+            self._recorder.write_provisional(self.step + 1, self._session.get(Word.GENERATION), early=True)
+            self._early_ns = time.monotonic_ns() - began
+
     def _before_update(self) -> None:
         """The first optimizer of the step is about to change the state."""
         gate = self._session.gate
         if gate.odd:
             return
         began = time.monotonic_ns()
-        self._recorder.write_provisional(self.step + 1, self._session.get(Word.GENERATION))
+        self._recorder.write_provisional(self.step + 1, self._session.get(Word.GENERATION), early=False)
         if self._mode != MANUAL:
             self._stager.before_update()
-        self._stalled(time.monotonic_ns() - began)
+        self._stalled(time.monotonic_ns() - began + self._early_ns)
+        self._early_ns = 0
         gate.begin_update(self.step)
 
     def step_done(self, *, last: bool = False) -> None:
@@ -111,6 +134,7 @@ class Protected:
         began = time.monotonic_ns()
         faultpoints.begin("boundary")
         self._hooks.reset()
+        self._usual_backwards, self._backwards = max(1, self._backwards), 0
         if self._collector.refresh() or not self._layout_number:
             self._layout_number = self._stager.agreement.begin(self._collector.state.chunks)
         record = self._recorder.build(step, session.get(Word.GENERATION))

@@ -1,9 +1,11 @@
 """
-Small records of a rank: the final one at each boundary, the provisional one before each update.
+Small records of a rank: the final one at each boundary, a provisional one before others can pass it.
 
-A provisional record lets a rank die in its update while others pass the boundary, and nothing is lost. It counts only
-if what it says was always what the boundary then found; once that was not so (a buffer that changes after the update,
-say) none are written any more.
+A provisional record lets a rank die on its way to a boundary that others pass, and nothing is lost. Others can pass it
+as soon as they have this rank's last gradients: so the *early* one is written when the backward pass begins. Where
+that does not say what the boundary then finds (random numbers drawn after the backward pass, say), the *late* one is
+written before the update. Each kind counts only if it was right at each past boundary, and is not written any more
+once it was wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +17,27 @@ from lastwords.trainer.hoststate import Encoded
 from lastwords.trainer.parts import Parts
 
 _NOTHING = Encoded("null", hoststate.Table())
+
+
+class _Forecast:
+    """What a provisional record said of the coming boundary, and whether this kind was always right."""
+
+    def __init__(self) -> None:
+        self.said: Encoded | None = None
+        self.right = True
+        self.compared = 0
+
+    @property
+    def proven(self) -> bool:
+        """Right so far, and that more than by default."""
+        return self.right and self.compared > 0
+
+    def compare(self, own: Encoded) -> None:
+        """At the boundary."""
+        if self.said is not None:
+            self.compared += 1
+            self.right = self.right and own.same_as(self.said)
+            self.said = None
 
 
 class Recorder:
@@ -29,39 +52,37 @@ class Recorder:
         self._rank = rank
         self._attempt = attempt
         self._areas = areas
-        self._provisional: Encoded | None = None
-        self._compared = 0
-        self._foreseeable = True
+        self._early = _Forecast()
+        self._late = _Forecast()
 
     def build(self, step: int, generation: int) -> bytes:
         """The final record of now. Raises HostStateError."""
         own = hoststate.encode_part("own", restoring.own_state(self._parts, self._collector))
         shared = hoststate.encode_part("shared", restoring.shared_state(self._parts, self._collector))
-        if self._provisional is not None:
-            self._compared += 1
-            self._foreseeable = self._foreseeable and own.same_as(self._provisional)
-            self._provisional = None
-        return hoststate.build_record(self._head(step, generation, provisional=False), own, shared)
+        self._early.compare(own)
+        self._late.compare(own)
+        head = RecordHead(step=step, attempt=self._attempt, rank=self._rank, generation=generation)
+        return hoststate.build_record(head, own, shared)
 
     def write(self, step: int, record: bytes) -> None:
         """Put a final record in place."""
         if self._areas is not None:
             self._areas.write(step, record, provisional=False)
 
-    def write_provisional(self, step: int, generation: int) -> None:
-        """Before the update that ends in `step`."""
-        if not self._foreseeable or self._areas is None:
+    def write_provisional(self, step: int, generation: int, *, early: bool) -> None:
+        """When the last backward pass before the boundary of `step` begins (`early`), or before its update."""
+        forecast = self._early if early else self._late
+        if not forecast.right or self._areas is None:
             return
-        self._provisional = hoststate.encode_part("own", restoring.own_state(self._parts, self._collector))
-        head = self._head(step, generation, provisional=True)
-        self._areas.write(step, hoststate.build_record(head, self._provisional, _NOTHING), provisional=True)
-
-    def _head(self, step: int, generation: int, *, provisional: bool) -> RecordHead:
-        return RecordHead(
+        if not early and self._early.proven and self._early.said is not None:
+            return  # what stands there says the same
+        forecast.said = hoststate.encode_part("own", restoring.own_state(self._parts, self._collector))
+        head = RecordHead(
             step=step,
             attempt=self._attempt,
             rank=self._rank,
             generation=generation,
-            provisional=provisional,
-            exact=not provisional or self._compared > 0,
+            provisional=True,
+            exact=forecast.proven,
         )
+        self._areas.write(step, hoststate.build_record(head, forecast.said, _NOTHING), provisional=True)
