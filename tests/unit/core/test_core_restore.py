@@ -14,7 +14,7 @@ from lastwords.protocol.lineage import LineageEntry
 from lastwords.protocol.messages import AgentReport, PartHolding, RecordHolding, RestoreSource, RunState, StorageReport
 from lastwords.storage import retention
 from lastwords_operator.core import decide, orders, restore
-from lastwords_operator.core.model import Excluded, JobState, JobStatus
+from lastwords_operator.core.model import Excluded, HoldRelease, JobState, JobStatus
 from lastwords_operator.core.observation import Observation
 from tests.unit.core import build
 
@@ -140,6 +140,14 @@ def test_a_state_off_the_path_is_no_source() -> None:
     assert any("not on the path" in reason for reason in choice.rejected)
 
 
+def test_a_state_in_memory_off_the_path_is_no_source() -> None:
+    """A worker that was away still holds step 12 of attempt 1, which attempt 2 left at step 5."""
+    known = build.status(JobState.GATHERING, attempt=2, lineage=(LineageEntry(1, 0, 0), LineageEntry(2, 5, 1)))
+    choice = _choose(_holding({12: [0, 1, 2, 3], 5: [0, 1, 2, 3]}), known)
+    assert choice.plan is not None
+    assert (choice.plan.source, choice.plan.step, choice.plan.attempt) == (RestoreSource.MEMORY, 5, 1)
+
+
 def test_without_a_history_the_highest_attempt_counts() -> None:
     """Its lower step is newer than the higher one of a path that was left."""
     plan = _choose(_holding({}, [build.checkpoint(100, 1), build.checkpoint(60, 2)]), JobStatus()).plan
@@ -176,21 +184,21 @@ def test_a_source_that_could_not_be_read_is_given_up_O_12() -> None:
         assert plan.step == step
 
 
+_STATES = st.sampled_from([(1, 1), (2, 1), (4, 1), (3, 2), (5, 2), (4, 3), (6, 3)])
 _PARTS = st.builds(
-    lambda n, step, attempt, finite: build.part(n, step, attempt, finite=finite),
-    st.integers(0, 3), st.integers(1, 6), st.integers(1, 3), st.booleans(),
+    lambda n, state, finite: build.part(n, *state, finite=finite),
+    st.integers(0, 3), _STATES, st.integers(0, 9).map(lambda n: n > 0),
 )  # fmt: skip
 _RECORDS = st.builds(
-    lambda n, step, attempt, p: build.record(n, step, attempt, provisional=p),
-    st.integers(0, 3), st.integers(1, 6), st.integers(1, 3), st.booleans(),
-)  # fmt: skip
+    lambda n, state, p: build.record(n, *state, provisional=p), st.integers(0, 3), _STATES, st.booleans()
+)
 _STORED = st.builds(
     lambda step, attempt, finite, bad: build.checkpoint(step, attempt, finite=finite, rejected="torn" if bad else ""),
     st.integers(1, 6), st.integers(1, 3), st.booleans(), st.booleans(),
 )  # fmt: skip
 
 
-@given(st.lists(_PARTS, max_size=20), st.lists(_RECORDS, max_size=30), st.lists(_STORED, max_size=5), st.integers(0, 6))
+@given(st.lists(_PARTS, max_size=40), st.lists(_RECORDS, max_size=40), st.lists(_STORED, max_size=5), st.integers(0, 6))
 def test_whatever_is_chosen_is_whole_finite_and_on_the_path(
     parts: list[PartHolding], records: list[RecordHolding], stored: list[object], left_at: int
 ) -> None:
@@ -250,6 +258,16 @@ def test_the_number_of_orders_grows_only_with_their_content() -> None:
     later, _ = orders.build(moved)
     assert later.order_number == status.order_number + 1
     assert codec.loads(JobStatus, codec.dumps(later)) == later
+
+
+def test_a_release_is_for_the_agent_process_that_held() -> None:
+    """A new agent counts from the start: its first hold is not the one that is over."""
+    release = {1: HoldRelease(agent_run="a1", count=3)}
+    _, made = orders.build(build.job_with(JOB, status_=build.status(releases=release)))
+    assert (made[0].release_hold, made[1].release_hold) == (0, 3)
+    reports = [build.report(JOB, 0), dataclasses.replace(build.report(JOB, 1), agent_run="a1-again")]
+    _, made = orders.build(build.observe(JOB, build.status(releases=release), reports))
+    assert made[1].release_hold == 0
 
 
 @pytest.mark.parametrize("epoch", [1, 7])
