@@ -223,9 +223,9 @@ def test_whatever_is_chosen_is_whole_finite_and_on_the_path(
     if plan.source is RestoreSource.MEMORY:
         mine = [p for p in parts if (p.step, p.attempt) == key]
         assert all(p.finite for p in mine)
-        for worker in set(plan.parts.values()):
-            held = {p.rank for p in mine if p.rank in JOB.topology.ranks_of(worker)}
-            assert len(held) == 2
+        # With DDP the parts of equal local ranks are the same: a worker serves what its own part of that place has.
+        for number, worker in plan.parts.items():
+            assert any(p.rank == worker * 2 + number % 2 for p in mine)
         final = [r for r in records if (r.step, r.attempt) == key and not r.provisional]
         assert final
         assert plan.exact == (set(plan.records) == {0, 1, 2, 3})
