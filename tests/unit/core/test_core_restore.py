@@ -77,17 +77,22 @@ def test_non_finite_states_are_no_candidates_O_16() -> None:
 
 
 def test_never_from_zero_without_permission_O_17() -> None:
-    """A first start needs none; progress or rejected checkpoints do."""
+    """A start needs none as long as nothing was ever saved; what was saved and cannot be used does."""
     empty = _holding({})
     fresh = JobStatus(state=JobState.GATHERING)
     plan = _choose(empty, fresh).plan
     assert plan is not None
     assert plan.source is RestoreSource.BEGINNING
-    assert _choose(empty).plan is None
+    made_steps = dataclasses.replace(build.status(JobState.GATHERING), newest_checkpoint=None)
+    plan = _choose(empty, made_steps).plan
+    assert plan is not None, "there is nothing that could be brought back"
+    assert plan.source is RestoreSource.BEGINNING
+    had_saved = dataclasses.replace(made_steps, newest_checkpoint=5)
+    assert _choose(empty, had_saved).plan is None
     choice = _choose(_holding({}, [build.checkpoint(5, rejected="torn")]), fresh)
     assert choice.plan is None
     assert choice.rejected == ("checkpoint of step 5, attempt 1: torn",)
-    permitted = build.observe(dataclasses.replace(JOB, allow_beginning=True), build.status(JobState.GATHERING), empty)
+    permitted = build.observe(dataclasses.replace(JOB, allow_beginning=True), had_saved, empty)
     assert restore.choose(permitted).plan is not None
 
 
@@ -105,7 +110,8 @@ def test_records_of_all_ranks_are_preferred_and_their_lack_is_said() -> None:
 def test_a_step_with_provisional_records_only_is_none() -> None:
     """Somebody must have what all ranks share."""
     provisional = [build.record(n, 10, provisional=True) for n in range(4)]
-    assert _choose(_holding({10: [0, 1, 2, 3]}, records=provisional)).plan is None
+    had_saved = dataclasses.replace(build.status(JobState.GATHERING), newest_checkpoint=5)
+    assert _choose(_holding({10: [0, 1, 2, 3]}, records=provisional), had_saved).plan is None
     mixed = [*provisional[:3], build.record(3, 10)]
     assert _choose(_holding({10: [0, 1, 2, 3]}, records=mixed)).plan is not None
 
@@ -204,7 +210,7 @@ def test_whatever_is_chosen_is_whole_finite_and_on_the_path(
 ) -> None:
     """For any inventory."""
     known = build.status(
-        JobState.GATHERING, attempt=3,
+        JobState.GATHERING, attempt=3, newest_checkpoint=1,
         lineage=(LineageEntry(1, 0, 0), LineageEntry(2, left_at, 1), LineageEntry(3, max(left_at - 1, 0), 1)),
     )  # fmt: skip
     reports: list[AgentReport | None] = [
