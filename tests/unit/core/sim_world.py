@@ -284,6 +284,7 @@ class World:
         self.finite_until: int | None = None
         self.floor: int | None = None
         self.plan: SnapshotPlan | None = None
+        self.plan_attempt = 0
         self.next_step_at = 0.0
         self.workers: list[Worker] = []
         self.workers.extend(Worker(self, index) for index in range(spec.workers))
@@ -329,10 +330,16 @@ class World:
                 rank.at_gate = True
 
     def _take_plan(self) -> None:
+        """A new plan counts from its first step on, if everybody has it; the plan of a new attempt counts at once."""
         orders = [worker.order for worker in self.workers]
         plans = {order.plan for order in orders if order is not None and order.plan is not None}
-        if len(plans) == 1:
-            self.plan = plans.pop()
+        attempt = max(worker.attempt for worker in self.workers)
+        if len(plans) != 1:
+            return
+        plan = plans.pop()
+        coming = 1 + max(rank.step or 0 for rank in self.ranks())
+        if attempt != self.plan_attempt or coming == plan.from_step:
+            self.plan, self.plan_attempt = plan, attempt
 
     def pass_boundary(self, worker: Worker, rank: Rank) -> None:
         """One rank's update is over."""

@@ -196,7 +196,7 @@ def _silent(quiet: float, *, started: float = 0.0, both: bool = False) -> dict[s
     reports = [None if both else build.report(JOB, 0, ranks=tuple(build.rank(n, quiet_seconds=quiet) for n in (0, 1))),
                None]  # fmt: skip
     seen = build.observe(JOB, build.status(), reports, coordinator_started_at=started)
-    views = tuple(dataclasses.replace(v, silent_seconds=15.0) for v in seen.workers)
+    views = tuple(dataclasses.replace(v, silent_seconds=0.0 if v.connected else 15.0) for v in seen.workers)
     return faults.suspicions(build.changed(seen, workers=views))
 
 
@@ -206,6 +206,18 @@ def test_silence_counts_only_when_the_steps_stopped_too() -> None:
     assert "silent-1" not in _silent(quiet=1.0)
     assert "silent-1" not in _silent(quiet=12.0, started=build.NOW - 5)
     assert not _silent(quiet=12.0, both=True)
+
+
+def test_an_agent_that_keeps_its_connection_and_says_nothing_is_silent_too() -> None:
+    """A stopped agent process; what it last said of its ranks is no ground for a judgement while the others move."""
+    seen = build.job_with(JOB, *(build.rank(n, quiet_seconds=q) for n, q in ((0, 12.0), (1, 12.0), (2, 0.1), (3, 0.1))))
+    mute = dataclasses.replace(seen.workers[1], silent_seconds=15.0)
+    seen = build.changed(seen, workers=(seen.workers[0], mute))
+    assert "silent-1" in faults.suspicions(seen)
+    stale = build.job_with(JOB, *(build.rank(n, quiet_seconds=100.0) for n in (2, 3)))
+    stale = build.changed(stale, workers=(stale.workers[0], dataclasses.replace(stale.workers[1], silent_seconds=5.0)))
+    assert faults.find(stale) is None
+    assert "silent-1" not in faults.suspicions(stale)
 
 
 def test_a_hang_is_not_judged_while_a_worker_cannot_be_heard() -> None:

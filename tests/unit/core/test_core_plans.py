@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from lastwords.protocol.messages import StorageReport
 from lastwords.protocol.snapshots import SnapshotPlan
 from lastwords_operator.core import plans
@@ -52,6 +54,22 @@ def test_small_changes_do_not_renumber() -> None:
     """The dead band."""
     plan = SnapshotPlan(number=3, every_steps=8, persist_every=15, from_step=50)
     assert plans.adjusted(_seen(plan, copy_seconds_last=0.045)) == plan
+
+
+def test_a_plan_holds_for_a_while() -> None:
+    """The defaults for five seconds, any other plan for thirty."""
+    for plan, seconds in ((FIRST, 5.0), (SnapshotPlan(number=3, every_steps=2, persist_every=9, from_step=50), 30.0)):
+        for age, number in ((seconds - 0.1, plan.number), (seconds, plan.number + 1)):
+            seen = _seen(plan, copy_seconds_last=0.04)
+            status = dataclasses.replace(seen.status, plan_since=build.NOW - age)
+            assert plans.adjusted(build.changed(seen, status=status)).number == number
+
+
+def test_one_rank_that_was_disturbed_does_not_count() -> None:
+    """The median of the copies."""
+    job = build.spec()
+    ranks = [build.rank(n, plan_number=1, copy_seconds_last=2.0 if n == 1 else 0.04) for n in range(4)]
+    assert plans.wanted(build.job_with(job, *ranks, status_=build.status(plan=FIRST))) == (8, 15)
 
 
 def test_a_plan_that_somebody_missed_is_given_again() -> None:

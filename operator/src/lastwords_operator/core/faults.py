@@ -16,6 +16,8 @@ from lastwords_operator.core.observation import DEAD, TRAINER, Observation
 
 SECONDARY_SECONDS = 2.0
 """With echoes only for so long, the network is the root."""
+REPORT_SECONDS = 3.0
+"""Agents report every second; what an older report says of a rank is no ground for a judgement."""
 RESTORE_ERROR = "RestoreError"
 """The exception by which a rank says that what it was to restore is damaged."""
 ABSENT_SECONDS = 10.0
@@ -247,9 +249,8 @@ def _suspects(observation: Observation) -> Iterable[str]:
 def silence(observation: Observation, worker: int) -> float:
     """Seconds since the worker was heard; one that never was has been silent since the coordinator started."""
     view = observation.view(worker)
-    if view.connected:
-        return 0.0
-    return view.silent_seconds if view.report is not None else observation.now - observation.coordinator_started_at
+    known = view.connected or view.report is not None
+    return view.silent_seconds if known else observation.now - observation.coordinator_started_at
 
 
 def _silent(observation: Observation) -> Iterable[str]:
@@ -258,7 +259,8 @@ def _silent(observation: Observation) -> Iterable[str]:
     if observation.now - observation.coordinator_started_at < observation.spec.deadlines.reconnect:
         return
     silent = [worker for worker in range(observation.spec.workers) if silence(observation, worker) >= limit]
-    ranks = observation.ranks().values()
+    topology = observation.spec.topology
+    ranks = [rank for number, rank in observation.ranks().items() if topology.worker_of(number) not in silent]
     if len(silent) == observation.spec.workers or not ranks:
         return
     if all(rank.quiet_seconds >= limit for rank in ranks):
@@ -288,16 +290,24 @@ def overdue(observation: Observation) -> dict[int, float]:
     durations = [rank.step_seconds for rank in ranks.values() if rank.step_seconds is not None]
     typical = max(durations, default=None)
     deadlines = observation.spec.deadlines
-    return {number: _waited(rank, ranks) - phase_limit(deadlines, rank, typical) for number, rank in ranks.items()}
+    quiet = {number: rank.quiet_seconds + _age(observation, number) for number, rank in ranks.items()}
+    waited = {
+        number: min(quiet[other] for other in ranks if _before(ranks[other], rank)) for number, rank in ranks.items()
+    }
+    return {number: waited[number] - phase_limit(deadlines, rank, typical) for number, rank in ranks.items()}
 
 
-def _waited(rank: RankReport, ranks: dict[int, RankReport]) -> float:
+def _before(other: RankReport, rank: RankReport) -> bool:
     """
-    Seconds since anything moved that the rank may have been waiting for: itself, or a rank that is not further than it
-    is. So the end of a long evaluation on one rank is not the moment at which all others count as hanging.
+    Whether `rank` may have been waiting for `other`: it is not further. What moved there lately excuses the rank, so
+    that the end of a long evaluation on one rank is not the moment at which all others count as hanging.
     """
-    step = -1 if rank.step is None else rank.step
-    return min(other.quiet_seconds for other in ranks.values() if (-1 if other.step is None else other.step) <= step)
+    return (-1 if other.step is None else other.step) <= (-1 if rank.step is None else rank.step)
+
+
+def _age(observation: Observation, rank: int) -> float:
+    """Seconds since the report on the rank; a rank that moves is reported at once, so nothing moved since."""
+    return min(1.0, observation.view(observation.spec.topology.worker_of(rank)).silent_seconds)
 
 
 def hang_after(observation: Observation) -> float | None:
@@ -323,7 +333,8 @@ def _hang(observation: Observation, ranks: dict[int, RankReport]) -> Fault | Non
     late = overdue(observation)
     if not late or max(late.values()) < 0 or _excuses(observation, late) > 0:
         return None
-    if len(observation.reports()) < observation.spec.workers:
+    heard = [worker for worker in observation.reports() if silence(observation, worker) < REPORT_SECONDS]
+    if len(heard) < observation.spec.workers:
         return None  # a silent worker is judged as such
     stuck = max(late, key=lambda number: (late[number], -number))
     fault = Fault(

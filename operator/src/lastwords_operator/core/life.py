@@ -176,6 +176,7 @@ def _start(draft: Draft, plan: RestorePlan) -> None:
         lineage=(*status.lineage, entry)[-MOST_LINEAGE:],
         restore=plan,
         plan=plans.first(draft.obs.spec.interval, plan.step, status.plan),
+        plan_since=draft.now,
         back_off_until=None, last_words=None, stable_since=None, copy=None, persist=None, persist_deadline=None,
         progress_step=plan.step,
         incarnations={worker: draft.obs.view(worker).incarnation for worker in range(draft.obs.spec.workers)},
@@ -282,7 +283,7 @@ def running(draft: Draft) -> None:
         if plan.every_steps != draft.status.plan.every_steps or plan.persist_every != draft.status.plan.persist_every:
             every = plan.every_steps * plan.persist_every
             draft.event("Interval", f"A snapshot every {plan.every_steps} steps, to storage every {every} steps")
-        draft.set(plan=plan)
+        draft.set(plan=plan, plan_since=draft.now)
 
 
 def _progress(draft: Draft) -> None:

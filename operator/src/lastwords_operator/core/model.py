@@ -338,6 +338,7 @@ class JobStatus:
     restore: RestorePlan | None = None
     """Where the attempt began."""
     plan: SnapshotPlan = dataclasses.field(default_factory=SnapshotPlan)
+    plan_since: float = 0.0
     last_words: LastWords | None = None
     stop: Stop | None = None
     recoveries: tuple[Recovery, ...] = ()

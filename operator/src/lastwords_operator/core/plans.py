@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 
 from lastwords.protocol.messages import RankReport, RankState
 from lastwords.protocol.snapshots import SnapshotPlan
@@ -20,7 +21,11 @@ COST_SHARE = 0.01
 PERSIST_SECONDS = 60.0
 PERSIST_MARGIN = 1.5
 MOST_STEPS = 10_000
-DEAD_BAND = 1.3
+DEAD_BAND = 1.5
+FIRST_SECONDS = 5.0
+"""The defaults hold for so long: the first steps are not like the others."""
+CHANGE_SECONDS = 30.0
+"""A plan holds for so long at least, so that single measurements do not shake it."""
 SPREAD_SECONDS = 1.0
 """Time in which a new plan certainly reaches every rank."""
 FIRST_PERSIST_EVERY = 50
@@ -41,9 +46,9 @@ def first(interval: Interval, begin: int, previous: SnapshotPlan) -> SnapshotPla
 
 
 def step_seconds(observation: Observation) -> float | None:
-    """Duration of a step, by the slowest rank."""
+    """Duration of a step: the median over the ranks."""
     known = [rank.step_seconds for rank in observation.ranks().values() if rank.step_seconds]
-    return max(known, default=None)
+    return statistics.median(known) if known else None
 
 
 def wanted(observation: Observation) -> tuple[int, int] | None:
@@ -57,7 +62,8 @@ def wanted(observation: Observation) -> tuple[int, int] | None:
     if interval.mode is IntervalMode.FIXED_SECONDS:
         return _clamp(interval.seconds / duration), 1
     ranks = observation.ranks().values()
-    cost = max((max(rank.copy_seconds_last, rank.stall_seconds_last) for rank in ranks), default=0.0)
+    # The median: one rank that was disturbed while it copied says nothing about the next copy.
+    cost = statistics.median(max(rank.copy_seconds_last, rank.stall_seconds_last) for rank in ranks)
     every = _clamp(math.ceil(cost / (COST_SHARE * duration)))
     slowest = max((report.storage.persist_seconds_last for report in observation.reports().values()), default=0.0)
     seconds = max(PERSIST_SECONDS, PERSIST_MARGIN * slowest)
@@ -92,7 +98,7 @@ def adjusted(observation: Observation) -> SnapshotPlan:
         stop = again if plan.stop_after is not None else None
         return dataclasses.replace(plan, number=plan.number + 1, from_step=again, stop_after=stop)
     target = wanted(observation)
-    if target is None or plan.stop_after is not None or _near(plan, target):
+    if target is None or plan.stop_after is not None or _near(plan, target) or _young(observation):
         return plan
     every, persist = target
     return SnapshotPlan(number=plan.number + 1, every_steps=every, persist_every=persist, from_step=ahead)
@@ -108,6 +114,12 @@ def stopping(observation: Observation) -> SnapshotPlan:
 
 def _running(observation: Observation) -> list[RankReport]:
     return [rank for rank in observation.ranks().values() if rank.state is RankState.RUNNING]
+
+
+def _young(observation: Observation) -> bool:
+    plan = observation.status.plan
+    default = (plan.every_steps, plan.persist_every) == (1, FIRST_PERSIST_EVERY)
+    return observation.now - observation.status.plan_since < (FIRST_SECONDS if default else CHANGE_SECONDS)
 
 
 def _near(plan: SnapshotPlan, target: tuple[int, int]) -> bool:
