@@ -34,7 +34,8 @@ def status(state: JobState = JobState.RUNNING, attempt: int = 1, **fields: Any) 
     """A job whose attempt began at step 0."""
     values: dict[str, Any] = {
         "lineage": (LineageEntry(attempt=1, step=0, parent=0),),
-        "restore": RestorePlan(source=RestoreSource.BEGINNING), "progress_step": 5, "progress_at": NOW,
+        "restore": RestorePlan(source=RestoreSource.BEGINNING), "stable_since": 5.0,
+        "progress_step": 5, "progress_at": NOW,
     }  # fmt: skip
     return JobStatus(state=state, attempt=attempt, **(values | fields))
 

@@ -119,7 +119,11 @@ def _running(observation: Observation) -> list[RankReport]:
 def _young(observation: Observation) -> bool:
     plan = observation.status.plan
     default = (plan.every_steps, plan.persist_every) == (1, FIRST_PERSIST_EVERY)
-    return observation.now - observation.status.plan_since < (FIRST_SECONDS if default else CHANGE_SECONDS)
+    first = observation.status.stable_since
+    if first is None:
+        return True
+    age = observation.now - max(observation.status.plan_since, first)
+    return age < (FIRST_SECONDS if default else CHANGE_SECONDS)
 
 
 def _near(plan: SnapshotPlan, target: tuple[int, int]) -> bool:
