@@ -83,17 +83,24 @@ def test_never_from_zero_without_permission_O_17() -> None:
     plan = _choose(empty, fresh).plan
     assert plan is not None
     assert plan.source is RestoreSource.BEGINNING
-    made_steps = dataclasses.replace(build.status(JobState.GATHERING), newest_checkpoint=None)
+    made_steps = dataclasses.replace(build.status(JobState.GATHERING), was_saved=False)
     plan = _choose(empty, made_steps).plan
     assert plan is not None, "there is nothing that could be brought back"
     assert plan.source is RestoreSource.BEGINNING
-    had_saved = dataclasses.replace(made_steps, newest_checkpoint=5)
+    had_saved = dataclasses.replace(made_steps, was_saved=True)
     assert _choose(empty, had_saved).plan is None
     choice = _choose(_holding({}, [build.checkpoint(5, rejected="torn")]), fresh)
     assert choice.plan is None
     assert choice.rejected == ("checkpoint of step 5, attempt 1: torn",)
     permitted = build.observe(dataclasses.replace(JOB, allow_beginning=True), had_saved, empty)
     assert restore.choose(permitted).plan is not None
+
+
+@pytest.mark.parametrize(("ranks", "saved"), [([0, 1, 2, 3], True), ([0, 1], True), ([0, 2], False), ([], False)])
+def test_the_job_remembers_that_a_whole_state_has_stood_in_memory_O_17(ranks: list[int], saved: bool) -> None:
+    """One worker's two parts are a whole copy; parts that leave something out are not."""
+    seen = build.observe(JOB, build.status(JobState.GATHERING, was_saved=False), _holding({10: ranks}))
+    assert decide.decide(seen).status.was_saved is saved
 
 
 def test_records_of_all_ranks_are_preferred_and_their_lack_is_said() -> None:
@@ -110,7 +117,7 @@ def test_records_of_all_ranks_are_preferred_and_their_lack_is_said() -> None:
 def test_a_step_with_provisional_records_only_is_none() -> None:
     """Somebody must have what all ranks share."""
     provisional = [build.record(n, 10, provisional=True) for n in range(4)]
-    had_saved = dataclasses.replace(build.status(JobState.GATHERING), newest_checkpoint=5)
+    had_saved = dataclasses.replace(build.status(JobState.GATHERING), was_saved=True)
     assert _choose(_holding({10: [0, 1, 2, 3]}, records=provisional), had_saved).plan is None
     mixed = [*provisional[:3], build.record(3, 10)]
     assert _choose(_holding({10: [0, 1, 2, 3]}, records=mixed)).plan is not None
@@ -210,7 +217,7 @@ def test_whatever_is_chosen_is_whole_finite_and_on_the_path(
 ) -> None:
     """For any inventory."""
     known = build.status(
-        JobState.GATHERING, attempt=3, newest_checkpoint=1,
+        JobState.GATHERING, attempt=3, was_saved=True,
         lineage=(LineageEntry(1, 0, 0), LineageEntry(2, left_at, 1), LineageEntry(3, max(left_at - 1, 0), 1)),
     )  # fmt: skip
     reports: list[AgentReport | None] = [

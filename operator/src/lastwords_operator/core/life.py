@@ -50,7 +50,9 @@ def _checkpoints(draft: Draft) -> None:
         if not info.rejected and info.finite and restore.on_path(status, info.id.step, info.id.attempt)
     ]  # fmt: skip
     if good:
-        draft.set(newest_checkpoint=max(good))
+        draft.set(newest_checkpoint=max(good), was_saved=True)
+    elif not status.was_saved and restore.memory_plans(obs)[0]:
+        draft.set(was_saved=True)
     broken = [report.storage for report in obs.reports().values() if report.storage.failures_in_row]
     bad = [
         part.step for report in obs.reports().values() for part in report.parts

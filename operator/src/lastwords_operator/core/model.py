@@ -358,6 +358,8 @@ class JobStatus:
     progress_at: float = 0.0
     newest_checkpoint: int | None = None
     """Step of the newest committed checkpoint that can be used."""
+    was_saved: bool = False
+    """A whole state has once stood in memory or storage: from then on the job never begins anew without permission."""
     non_finite_step: int | None = None
     """Where the state first became NaN or infinite, in an earlier or this attempt."""
     non_finite_attempt: int = 0

@@ -151,8 +151,8 @@ def pick(observation: Observation, memory: Iterable[RestorePlan], rejected: Iter
     candidates = [*plans, *stored]
     if candidates:
         return Choice(plan=max(candidates, key=lambda plan: _rank_of(status, plan)), rejected=reasons)
-    # Steps alone are no reason to wait: where nothing was ever saved there is nothing that could be brought back.
-    progress = status.newest_checkpoint is not None or bool(refused) or bool(status.excluded)
+    # Steps alone are no reason to wait: before the first whole snapshot there is nothing that could be brought back.
+    progress = status.was_saved or bool(refused) or bool(status.excluded)
     if not progress or observation.spec.allow_beginning:
         return Choice(plan=RestorePlan(source=RestoreSource.BEGINNING), rejected=reasons)
     return Choice(plan=None, rejected=reasons or ("nothing is left in memory or storage",))
