@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -178,14 +179,17 @@ class PosixStore:
             descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             self._step("create")
         except FileExistsError:
-            if not _is_beginning_of(target, data):
-                return False
             descriptor = os.open(target, os.O_RDWR | os.O_CLOEXEC)
         try:
+            # Somebody else may have met our file while it was still empty: one of us fills it, the other finds that.
+            _lock(descriptor)
+            found = os.pread(descriptor, len(data) + 1, 0)
+            if len(found) >= len(data) or not data.startswith(found):
+                return False
             self._write_all(descriptor, data)
             os.fsync(descriptor)
             self._step("fsync")
-            # Somebody with other bytes may have met the same empty file: only whoever finds its own has created it.
+            # Where locks do not work either, only whoever finds its own bytes has created the file.
             mine = os.pread(descriptor, len(data) + 1, 0) == data
         finally:
             os.close(descriptor)
@@ -240,14 +244,13 @@ class PosixStore:
             self._on_step(name)
 
 
-def _is_beginning_of(target: str, data: bytes) -> bool:
-    """Whether the file is what a writer of `data` leaves when it dies half way."""
+def _lock(descriptor: int) -> None:
+    """Until the file is closed, or this process dies."""
     try:
-        with open(target, "rb") as file:
-            found = file.read(len(data) + 1)
-    except FileNotFoundError:
-        return False
-    return len(found) < len(data) and data.startswith(found)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
 
 
 @contextlib.contextmanager
