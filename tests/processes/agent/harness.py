@@ -77,9 +77,11 @@ class Coordinator:
     async def send(self, worker: int, text: str) -> None:
         await self.sockets[worker].send_str(text)
 
-    async def wait(self, worker: int, condition: Callable[[AgentReport], Any], what: str) -> AgentReport:
+    async def wait(
+        self, worker: int, condition: Callable[[AgentReport], Any], what: str, seconds: float = DEADLINE_SECONDS
+    ) -> AgentReport:
         """The first report of which `condition` is true."""
-        await until(lambda: worker in self.reports and condition(self.reports[worker]), what)
+        await until(lambda: worker in self.reports and condition(self.reports[worker]), what, seconds)
         return self.reports[worker]
 
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import pathlib
 
+import pytest
+
 from lastwords.protocol import control, wire
 from lastwords.protocol.control import Word
 from lastwords.protocol.manifest import CheckpointId
@@ -347,3 +349,37 @@ async def test_ranks_of_an_old_attempt_are_stopped_before_the_new_one_is_run(tmp
         report = await world.coordinator.wait(0, lambda r: r.store_address.endswith(":40002"), "the new store")
         assert fresh.of(wire.Hold) == []
         fresh.close()
+
+
+@pytest.mark.slow
+async def test_O_36_a_storage_that_stalls_stops_neither_training_nor_the_end_of_the_agent(
+    tmp_path: pathlib.Path,
+) -> None:
+    def prepare(world: World) -> None:
+        world.variables = {"LASTWORDS_WINDOWS_LOG": str(tmp_path / "windows")}
+
+    async with running(tmp_path, ONE, prepare) as world:
+        await world.run_attempt(1)
+        world.volumes[0].write_layout()
+        folder = world.storage / "ns/job" / CheckpointId(step=1, attempt=1).folder
+        folder.mkdir()
+        # Whoever opens it for writing waits for a reader that never comes.
+        os.mkfifo(folder / "rank-00000.safetensors")
+        for rank in world.ranks.values():
+            rank.boundary(1)
+            rank.snapshot(1, 1)
+        await until(lambda: (folder / "plan.json").exists(), "the save has begun")
+        for step in range(2, 12):
+            for rank in world.ranks.values():
+                rank.boundary(step)
+            await world.coordinator.wait(
+                0, lambda r, s=step: all(k.step == s for k in r.ranks), f"step {step} is told", 5.0
+            )
+        assert world.coordinator.reports[0].storage.persisting == CheckpointId(step=1, attempt=1)
+        lines = [line.split()[2:] for line in (tmp_path / "windows").read_text().splitlines()]
+        assert lines[-1] == ["agent", "persist", "begin"]
+        for rank in world.ranks.values():
+            rank.close()
+        await world.order_all(1, RunState.ENDED)
+        await until(lambda: world.agents[0].poll() is not None, "the agent ends beside the stuck call")
+        assert world.agents[0].returncode == 0
