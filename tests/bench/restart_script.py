@@ -46,6 +46,7 @@ def main() -> None:
     note("model")
 
     def train_one_step(step: int) -> None:
+        time.sleep(0.05)  # as beside an accelerator: the processors are not busy all the time
         generator = torch.Generator().manual_seed(step * 100 + rank)
         loss = ddp(torch.randn(4, width, generator=generator)).square().mean()
         optimizer.zero_grad()
