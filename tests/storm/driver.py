@@ -94,6 +94,13 @@ class Storm:
             return {}
         return data.get("status", data) if isinstance(data, dict) else {}
 
+    def epoch(self) -> str:
+        """Number of the coordinator that acts; a new one has taken over only when it has changed."""
+        try:
+            return (self.job / "epoch").read_text()
+        except OSError:
+            return ""
+
     def steps(self) -> dict[int, int]:
         """Boundaries passed by each rank, read from the control blocks themselves."""
         found = {}
@@ -192,7 +199,10 @@ class Storm:
             flush=True,
         )
         if target == "coordinator":
+            before = self.epoch()
             self.start()
+            while self.epoch() == before and self.process is not None and self.process.poll() is None:
+                time.sleep(0.02)
 
     def counts(self) -> dict[str, int]:
         """How many kills hit each window so far; states of the coordinator count as windows too."""
