@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from lastwords_operator import interrupts
 from lastwords_operator.core import decide
 from lastwords_operator.core.model import JobState, JobStatus
 from lastwords_operator.local import attach, inject, outcome, processes
@@ -40,7 +41,8 @@ def run(
     while not folder.lock():
         _compare(folder, wanted)
         print(f"{folder.path}: process {folder.locked_by()} is running this job; showing it", flush=True)
-        code = attach.watch(folder, wanted.spec.workers, display(plain=plain))
+        with interrupts.deadly():
+            code = attach.watch(folder, wanted.spec.workers, display(plain=plain))
         if code is not None:
             return code
     try:
