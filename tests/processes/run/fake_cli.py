@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from typing import Any
 
-from lastwords_operator import cli, interrupts
+from lastwords_operator import cli
+from lastwords_operator.local import workers
+from lastwords_operator.local.folder import JobFolder
 
 FAKE = pathlib.Path(__file__).with_name("fake_worker.py")
+_arguments = workers.Recipe.arguments
 
 
-def pretend() -> None:
-    """Have the command start the fake in place of agent and launcher."""
-    from lastwords_operator.local import workers
-
-    real = workers.Recipe.arguments
-
-    def arguments(self: workers.Recipe, *place: Any) -> list[str]:
-        line = real(self, *place)
-        assert line[1] == "-m"
-        return [line[0], str(FAKE), *line[2:]]
-
-    workers.Recipe.arguments = arguments  # type: ignore[method-assign]
+def arguments(self: workers.Recipe, folder: JobFolder, worker: int, kind: str, incarnation: str) -> list[str]:
+    """The real command line, with the module replaced."""
+    real = _arguments(self, folder, worker, kind, incarnation)
+    assert real[1] == "-m"
+    return [real[0], str(FAKE), *real[2:]]
 
 
 if __name__ == "__main__":
-    with interrupts.counted():  # as the command itself does before its imports
-        pretend()
-        sys.exit(cli.main())
+    workers.Recipe.arguments = arguments  # type: ignore[method-assign]
+    sys.exit(cli.main())

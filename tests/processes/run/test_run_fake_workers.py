@@ -36,13 +36,6 @@ def run(tmp_path: pathlib.Path) -> Iterator[FakeRun]:
     shutil.rmtree(memory, ignore_errors=True)
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler for the signal."""
-    rows = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
-    caught = next(int(row.split()[1], 16) for row in rows if row.startswith("SigCgt:"))
-    return bool(caught >> (number - 1) & 1)
-
-
 def test_from_start_to_end(run: FakeRun) -> None:
     run.start()
     assert run.wait(30) == 0, run.text()
@@ -66,29 +59,6 @@ def test_ctrl_c_then_the_same_command_again(run: FakeRun) -> None:
     status = run.status()
     assert (status["state"], status["attempt"]) == ("Complete", 2)
     assert status["lineage"][-1] == {"attempt": 2, "step": stopped_at, "parent": 1}
-
-
-def test_a_ctrl_c_in_its_first_moments_stops_a_job_that_it_finds_running(run: FakeRun) -> None:
-    first = run.start()
-    run.until(lambda: run.status().get("state") == "Running")
-    first.kill()
-    first.wait()
-    second = run.start()
-    run.until(lambda: catches(second.pid, signal.SIGTERM))  # its imports are under way
-    second.send_signal(signal.SIGINT)
-    assert run.wait(30) == 130, run.text()
-    run.left_nothing()
-    assert run.status()["state"] == "Suspended"
-    assert "Traceback" not in run.console.read_text()
-
-
-def test_signals_that_are_ignored_on_purpose_stay_so(run: FakeRun) -> None:
-    line = ["nohup", *run.line()]
-    process = run.start_line(line)
-    run.until(lambda: run.status().get("state") == "Running")
-    process.send_signal(signal.SIGHUP)
-    assert run.wait(30) == 0, run.text()
-    assert run.status()["state"] == "Complete"
 
 
 def test_a_sigterm_is_as_good_as_a_ctrl_c(run: FakeRun) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lastwords_operator import cli, commands
+from lastwords_operator import cli
 from lastwords_operator.core.model import JobState, JobStatus
 from lastwords_operator.local import asked, inject
 from lastwords_operator.local.folder import JobFolder
@@ -77,7 +77,7 @@ def call(capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str, str]
 def test_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str], line: list[str], sentence: str) -> None:
     pathlib.Path("job.yaml").write_text(JOB)
     code, _, err = call(capsys, *line)
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert sentence in err
     assert "Traceback" not in err
     assert not pathlib.Path(".lastwords").exists()
@@ -100,7 +100,7 @@ def test_a_job_file_with_a_mistake_names_the_path(
 ) -> None:
     pathlib.Path("job.yaml").write_text(JOB.replace(old, new, 1))
     code, _, err = call(capsys, "run", "-f", "job.yaml")
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert sentence in err
 
 
@@ -156,7 +156,7 @@ def test_another_job_in_the_same_folder_is_refused_with_what_differs(
 ) -> None:
     before = never_ran.job_file.read_bytes()
     code, _, err = call(capsys, *line(*options))
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert "holds another job" in err
     assert different in err
     assert "give --dir another folder" in err
@@ -180,14 +180,14 @@ async def test_a_complete_job_says_so_and_is_not_run_again(
 def test_a_damaged_status_is_refused(capsys: pytest.CaptureFixture[str], never_ran: JobFolder) -> None:
     never_ran.status_file.write_text("{")
     code, _, err = call(capsys, *line())
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert "status.json is damaged" in err
 
 
 def test_storage_that_cannot_be_written_is_refused_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     pathlib.Path("blocked").write_text("a file, not a folder")
     code, _, err = call(capsys, *line("--storage", "blocked"))
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert "cannot write to the storage" in err
     assert "name another --storage" in err
 
@@ -197,7 +197,7 @@ def test_too_little_memory_is_refused_with_the_figures(
 ) -> None:
     monkeypatch.setattr("lastwords_operator.local.run.memory_room", lambda folder: (4_000_000, 0))
     code, _, err = call(capsys, *line("--memory-dir", str(home)))
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert "4 MB free" in err
     assert "--memory-dir" in err
 
@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str], tmp_pa
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     code, _, err = call(capsys, *line())
     tmp_path.chmod(0o700)
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert "cannot make the job folder" in err
 
 
@@ -236,5 +236,5 @@ def test_checkpoints_of_a_job_folder_are_those_of_its_storage(
     (storage / "job.json").write_text("{}")
     assert call(capsys, "checkpoints", "list", str(never_ran.path))[:2] == (0, "no committed checkpoint\n")
     code, _, err = call(capsys, "checkpoints", "verify", str(never_ran.path))
-    assert code == commands.USAGE
+    assert code == cli.USAGE
     assert "no committed checkpoint" in err

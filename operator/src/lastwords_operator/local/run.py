@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from lastwords_operator import interrupts
 from lastwords_operator.core import decide
 from lastwords_operator.core.model import JobState, JobStatus
 from lastwords_operator.local import attach, inject, outcome, processes
@@ -41,8 +40,7 @@ def run(
     while not folder.lock():
         _compare(folder, wanted)
         print(f"{folder.path}: process {folder.locked_by()} is running this job; showing it", flush=True)
-        with interrupts.deadly():
-            code = attach.watch(folder, wanted.spec.workers, display(plain=plain))
+        code = attach.watch(folder, wanted.spec.workers, display(plain=plain))
         if code is not None:
             return code
     try:

@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import hmac
 import logging
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from lastwords.protocol import codec
 from lastwords.protocol.messages import Hello
-from lastwords_operator import interrupts
 from lastwords_operator.coordinator.channel import Channel
 from lastwords_operator.coordinator.gather import Term
 from lastwords_operator.coordinator.loop import Loop
@@ -72,6 +72,7 @@ class Session:
     async def run(self) -> int:
         """Until the job is over or was stopped; the exit code."""
         with contextlib.ExitStack() as stack:
+            self._take_signals(stack)
             epoch = next_epoch(self._folder)
             term = Term(spec=self._spec, epoch=epoch, started_at=self._clock.now())
             await self._channel.start(self._folder.socket)
@@ -88,7 +89,6 @@ class Session:
                 events=self._sink,
                 passed=self._passed,
             )
-            self._take_signals(stack)
             shower = asyncio.create_task(self._show())
             try:
                 await self._loop.run()
@@ -163,15 +163,14 @@ class Session:
 
     def _take_signals(self, stack: contextlib.ExitStack) -> None:
         loop = asyncio.get_running_loop()
-        for number in interrupts.wanted():
-            loop.add_signal_handler(number, self._interrupt, interrupts.NAMES[number])
+        for number, name in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")):
+            loop.add_signal_handler(number, self._interrupt, name)
             stack.callback(loop.remove_signal_handler, number)
-        for name in interrupts.early():
-            self._interrupt(name)
 
     def _interrupt(self, name: str) -> None:
-        assert self._loop is not None
         self._interrupts += 1
+        if self._loop is None:
+            return
         if self._interrupts == 1:
             self._loop.stop_requested = name
             note = f"{name}: stopping after a step that all ranks save; once more ends the job at once"
