@@ -31,7 +31,8 @@ class Agreement:
 
     def begin(self, layout: Sequence[Chunk]) -> int:
         """The layout of this rank is another one from here on. Returns the number to ask for."""
-        self.number += 1
+        with self._changed:
+            self.number += 1
         target = threading.Thread(
             target=self._run, args=(self.number, tuple(layout)), name="lastwords-layout", daemon=True
         )
@@ -83,9 +84,12 @@ class Agreement:
                 log.warning("lastwords: the layouts could not be exchanged, nothing is snapshotted: %s", error)
             return
         self._prepare(table)
+        with self._changed:
+            # Every rank writes it, before its first part can be READY: a part without its layout is worth nothing.
+            # Nobody can agree on a newer one before this rank has begun that exchange, so none is overwritten here.
+            if number == self.number:
+                layouts.write_table(session.folder, table, session.rank)
         lowest = session.topology.ranks_of(session.topology.worker_of(session.rank))[0]
-        if session.rank == lowest:
-            layouts.write_table(session.folder, table)
         self._known = table
         session.put(Word.GENERATION, table.generation)
         if session.rank == lowest:

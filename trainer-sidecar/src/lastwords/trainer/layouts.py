@@ -36,12 +36,13 @@ def known_table(folder: str) -> PieceTable | None:
         return None
 
 
-def write_table(folder: str, table: PieceTable) -> None:
-    """Put `layout.json` in place, whole."""
+def write_table(folder: str, table: PieceTable, rank: int) -> None:
+    """Put `layout.json` in place, whole. All ranks of a worker may do so at once."""
     path = os.path.join(folder, volume.LAYOUT)
-    with open(f"{path}.new", "wb") as file:
+    new = f"{path}.new-{rank}"
+    with open(new, "wb") as file:
         file.write(codec.dumps(table))
-    os.rename(f"{path}.new", path)
+    os.rename(new, path)
 
 
 def exchange(
