@@ -30,6 +30,8 @@ FIRST_WAIT_SECONDS = 60.0
 """How long a first snapshot waits for the other ranks' layouts before training goes on without."""
 MUST_WAIT_SECONDS = 60.0
 """How long a final or requested snapshot waits for a free slot."""
+BEGIN_WAIT_SECONDS = 0.002
+"""How often the optimizer looks again whether a copy that has not begun still can."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Stager:
         self.checks_changes = True
         """Tests switch this off, to show what would happen."""
         self._job: Job | None = None
+        self._current: Job | None = None
+        """What the thread is at, its checksums included."""
         self._wanted = threading.Condition()
         self._queue: list[Job] = []
         self._closed = False
@@ -100,7 +104,7 @@ class Stager:
             self._wanted.notify()
 
     def before_update(self) -> None:
-        """The state is about to change: wait for a copy that has begun, drop one that has not."""
+        """The state is about to change: wait for a copy that has begun or can begin at once, drop any other."""
         job = self._job
         if job is None or job.copied.is_set():
             return
@@ -108,11 +112,15 @@ class Stager:
         if table is None and not job.must:
             self.agreement.wait(job.rest.layout_number, FIRST_WAIT_SECONDS)
         elif not job.must:
-            with self._wanted:
-                job.cancelled = True
-                if not job.started:
-                    self.floors.nudge()
-                    return
+            # The thread may just not have been scheduled since the boundary: that alone is no reason to drop it.
+            while not job.copied.is_set():
+                with self._wanted:
+                    busy = self._current is not None and self._current is not job
+                    if not job.started and (busy or self._free_slot() is None):
+                        job.cancelled = True
+                        self.floors.nudge()
+                        return
+                job.copied.wait(BEGIN_WAIT_SECONDS)
         job.copied.wait()
 
     def wait_copied(self) -> None:
@@ -186,7 +194,7 @@ class Stager:
                 self._wanted.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     return
-                job = self._queue.pop(0)
+                job = self._current = self._queue.pop(0)
             try:
                 self._take(job)
             except Exception as error:
@@ -195,6 +203,7 @@ class Stager:
             finally:
                 if not job.ok:
                     self.floors.void(job.rest.step)
+                self._current = None
                 job.copied.set()
                 job.done.set()
 
