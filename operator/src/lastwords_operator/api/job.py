@@ -12,9 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-API_VERSION = "lastwords.dev/v1alpha1"
-KIND = "FaultTolerantJob"
-
 # Strict, since 2 is not "2" and not true: what Kubernetes would refuse is refused here too.
 Count = Annotated[int, Field(strict=True)]
 Seconds = Annotated[float, Field(gt=0, le=30 * 86400)]

@@ -108,15 +108,6 @@ def copy_out(source: torch.Tensor, address: int, nbytes: int) -> None:
     np.copyto(target, plain.numpy(), casting="unsafe")
 
 
-def copy_in(target: torch.Tensor, address: int, nbytes: int) -> None:
-    """The row-major bytes at `address` into `target`."""
-    if target.device.type == "cpu" and target.is_contiguous():
-        move_free(target.data_ptr(), address, nbytes)
-        return
-    raw = _raw_tensor(address, nbytes)
-    target.copy_(raw.clone().view(target.dtype).reshape(target.shape))
-
-
 def _raw_tensor(address: int, nbytes: int) -> torch.Tensor:
     buffer = (ctypes.c_uint8 * nbytes).from_address(address)
     with warnings.catch_warnings():

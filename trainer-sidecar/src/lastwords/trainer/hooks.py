@@ -55,6 +55,9 @@ class BackwardHooks:
     Hooks on leaves run before the gradient is accumulated, hence before DistributedDataParallel can send it away: a
     pass with one parameter only is seen too, before any other rank has all it needs. Parameters that are unfrozen
     later are not watched; the pass is then noticed at one of the others, or not at all.
+
+    torch's `register_multi_grad_hook(mode="any")` would say the same, but keeps an entry for every pass for ever; the
+    private number of the pass is what it uses too.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], at_backward: Callable[[], None]) -> None:

@@ -70,10 +70,6 @@ class Link:
                 return
         self._wake()
 
-    def flushed(self) -> bool:
-        """Whether everything sent has been handed to the kernel."""
-        return not self._outbox
-
     def _flush(self) -> bool:
         """Write what the socket takes now; True when nothing is left. The lock is held."""
         while self._outbox and self._socket is not None:
