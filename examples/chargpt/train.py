@@ -106,15 +106,15 @@ def main() -> None:
     for step in checkpointer.steps(args.steps):  # ← Lastwords, line 2: restores, counts, marks each boundary
         inputs, targets = random_batch(text, args.batch_size)
         loss = functional.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
         checkpointer.report(loss=loss.item())  # shown in the live view; may be left out
-        # Before the update: a rank that dies in it may go on after it, because other ranks have the result.
+        # Before the gradients leave: once others have them, the job may go on after this step even if this rank dies.
         if rank == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
         if args.out:
             with open(f"{args.out}.rank{rank}.jsonl", "a") as losses:
                 losses.write(json.dumps({"step": step, "loss": loss.item().hex()}) + "\n")
+        optimizer.zero_grad()
+        loss.backward()
         optimizer.step()
         scheduler.step()
 

@@ -175,10 +175,12 @@ def main() -> None:
             last = part == args.accumulate - 1
             with contextlib.nullcontext() if last or world_size == 1 else model.no_sync():  # type: ignore[operator]
                 loss = nn.functional.cross_entropy(model(inputs), targets) / args.accumulate
+                total += loss.item()
+                if last:
+                    # Before the last gradients leave: once other ranks have these, the job may go on after this step
+                    # even if this rank dies in the next instant, and what it had not written yet is not written.
+                    os.write(losses, (json.dumps({"step": step, "loss": total.hex()}) + "\n").encode())
                 loss.backward()
-            total += loss.item()
-        # Before the update: a rank that dies in it may go on after it, because other ranks have the result.
-        os.write(losses, (json.dumps({"step": step, "loss": total.hex()}) + "\n").encode())
         if step % SKIP_EVERY != SKIP_EVERY - 1:
             opt.step()
             head_opt.step()
