@@ -101,14 +101,29 @@ class Storm:
         except OSError:
             return ""
 
-    def steps(self) -> dict[int, int]:
-        """Boundaries passed by each rank, read from the control blocks themselves."""
+    def steps(self, word: control.Word = control.Word.STEP) -> dict[int, int]:
+        """Boundaries passed by each rank (or the floor it knows), read from the control blocks themselves."""
         found = {}
         for path in self.settings.memory.glob("**/control-*"):
             block = memoryview(path.read_bytes())
             if control.is_valid(block):
-                found[control.get(block, control.Word.RANK)] = control.get(block, control.Word.STEP) - 1
+                found[control.get(block, control.Word.RANK)] = control.get(block, word) - 1
         return found
+
+    def wait_for_first_snapshot(self, deadline_seconds: float = 120) -> None:
+        """
+        Until some step is whole on all ranks.
+
+        Before that a rank's random numbers can be lost with it: the job then goes on reseeded, and says so.
+        """
+        deadline = time.monotonic() + deadline_seconds
+        world = self.settings.workers * self.settings.procs
+        while time.monotonic() < deadline:
+            floors = self.steps(control.Word.FLOOR_STEP)
+            if len(floors) == world and min(floors.values()) > 0:
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"no snapshot within {deadline_seconds} s")
 
     def rank_pids(self) -> dict[int, int]:
         """Process of each rank of the newest attempt."""

@@ -68,6 +68,7 @@ def missing_windows(storm: driver.Storm, wanted: int) -> list[str]:
 def rage(storm: driver.Storm, kills: int, per_window: int, deadline_seconds: float) -> None:
     """Kill until there are enough, of each kind too."""
     deadline = time.monotonic() + deadline_seconds
+    storm.wait_for_first_snapshot()
     while time.monotonic() < deadline:
         storm.wait_for_progress()
         assert storm.process is not None
@@ -102,6 +103,8 @@ def prove(storm: driver.Storm, script: tuple[str, ...], plain: pathlib.Path) -> 
     assert not left, f"memory left behind: {left[:5]}"
     oracle.check_journal(storm.settings.folder / "journal.jsonl")
     oracle.check_checkpoints(storm.job / "checkpoints")
+    reseeded = [row for row in storm.status()["recoveries"] if row["exact"] is False]
+    assert not reseeded, f"not bit-equal by its own word: {reseeded}"
     reference_run(storm.settings.folder, (*script, f"--steps={steps}"), world)
     mine, theirs = losses(out, world), losses(plain, world)
     missing = sorted(set(theirs) - set(mine))

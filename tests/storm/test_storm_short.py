@@ -1,4 +1,4 @@
-"""A short storm (`pytest -m storm`); `make storm` is the long one."""
+"""A short storm in every test run; `make storm` is the long one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 RUN = pathlib.Path(__file__).with_name("run.py")
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_a_short_storm_loses_nothing() -> None:
     """Eight kills of ranks, launchers, agents and the coordinator, seeded; the proof is that of the long storm."""
