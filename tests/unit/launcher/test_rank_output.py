@@ -78,8 +78,9 @@ def test_a_blocked_console_holds_up_nobody_and_says_what_is_missing(
     console.say("end")
     until(lambda: lines[-1] == b"lastwords: end\n", "the last line is shown", 10)
     notes = [line for line in lines if b"are not shown here" in line]
-    assert len(notes) == 1
-    missing = int(notes[0].split()[1])
+    assert notes
+    # One note for each gap; how many gaps there are is the scheduler's doing.
+    missing = sum(int(note.split()[1]) for note in notes)
     assert missing + sum(line.startswith(b"[rank 0] ") for line in lines) == 30_000
     assert b"not shown" not in (tmp_path / "log").read_bytes()
     output.close(1.0)
