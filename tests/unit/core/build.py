@@ -19,6 +19,7 @@ from lastwords.protocol.messages import (
     RunState,
     StorageReport,
 )
+from lastwords.protocol.snapshots import SnapshotPlan
 from lastwords_operator.core.model import JobSpec, JobState, JobStatus
 from lastwords_operator.core.observation import Observation, WorkerView
 from tests.unit.core.sim_world import ddp_table
@@ -38,6 +39,11 @@ def status(state: JobState = JobState.RUNNING, attempt: int = 1, **fields: Any) 
         "progress_step": 5, "progress_at": NOW,
     }  # fmt: skip
     return JobStatus(state=state, attempt=attempt, **(values | fields))
+
+
+def stop_plan(step: int) -> SnapshotPlan:
+    """All ranks stop after `step`."""
+    return SnapshotPlan(number=2, every_steps=5, from_step=step, stop_after=step)
 
 
 def rank(number: int, **fields: Any) -> RankReport:

@@ -206,6 +206,7 @@ def stop_ranks(draft: Draft, message: str) -> None:
     draft.enter(
         JobState.RECOVERING, message, stop_order=draft.status.order_number + 1, copy=None, persist=None,
         persist_deadline=None,
+        tail_deadline=None,
     )  # fmt: skip
 
 

@@ -60,8 +60,9 @@ def resumed(status: JobStatus) -> JobStatus:
     return dataclasses.replace(
         status,
         state=JobState.PENDING, message="started again", stop=None, last_words=None, copy=None, persist=None,
-        persist_deadline=None, back_off_until=None, last_error=None, restarts=0, restarts_without_progress=0,
-        startup_failures=0, kept_in_memory=False, suspicions={}, excluded=(), non_finite_step=None, notices=(),
+        persist_deadline=None, tail_deadline=None, back_off_until=None, last_error=None, restarts=0,
+        restarts_without_progress=0, startup_failures=0,
+        kept_in_memory=False, suspicions={}, excluded=(), non_finite_step=None, notices=(),
     )  # fmt: skip
 
 

@@ -34,12 +34,32 @@ def finishing(draft: Draft) -> None:
     if plan is not None and plan.step == step:
         ids.add(CheckpointId(step=step, attempt=plan.attempt))
     if step == 0 or _committed(draft.obs, ids):
-        _finished(draft, step)
+        if not _tail_goes_on(draft):
+            _finished(draft, step)
         return
     if draft.status.persist_deadline is None:
         draft.set(persist_deadline=draft.now + draft.obs.spec.deadlines.finish)
     _order_last(draft, step)
     _await_commit(draft, step)
+
+
+def _tail_goes_on(draft: Draft) -> bool:
+    """Whether scripts still do what comes after their last step. They are waited for, but not without end."""
+    busy = [number for number, rank in sorted(draft.obs.ranks().items()) if rank.in_tail]
+    if not busy:
+        return False
+    if draft.status.tail_deadline is None:
+        draft.set(tail_deadline=draft.now + draft.obs.spec.deadlines.tail)
+    deadline, stop = draft.status.tail_deadline, draft.status.stop
+    assert deadline is not None
+    if stop is not None:
+        deadline = min(deadline, stop.deadline)
+    draft.wake(deadline)
+    draft.say(f"all steps are saved; the scripts of ranks {busy} go on after them")
+    if draft.now >= deadline:
+        text = f"The scripts of ranks {busy} went on too long after their last step and are ended; all steps are saved"
+        draft.event("TailCutOff", text, warning=True)
+    return draft.now < deadline
 
 
 def _finished(draft: Draft, step: int) -> None:
@@ -154,7 +174,15 @@ def _keep_in_memory(draft: Draft, step: int) -> None:
 def suspended(draft: Draft) -> None:
     """Until nobody wants the job stopped any more."""
     if not draft.obs.stop_requested and not draft.obs.spec.suspend:
-        draft.enter(JobState.PENDING, "resumed", stop=None, persist=None, persist_deadline=None, last_words=None)
+        draft.enter(
+            JobState.PENDING,
+            "resumed",
+            stop=None,
+            persist=None,
+            persist_deadline=None,
+            tail_deadline=None,
+            last_words=None,
+        )
         draft.event("Resumed", "The job goes on")
 
 

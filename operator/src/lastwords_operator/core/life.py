@@ -180,6 +180,7 @@ def _start(draft: Draft, plan: RestorePlan) -> None:
         plan=plans.first(draft.obs.spec.interval, plan.step, status.plan),
         plan_since=draft.now,
         back_off_until=None, last_words=None, stable_since=None, copy=None, persist=None, persist_deadline=None,
+        tail_deadline=None,
         progress_step=plan.step,
         incarnations={worker: draft.obs.view(worker).incarnation for worker in range(draft.obs.spec.workers)},
         kept_in_memory=False,

@@ -77,6 +77,8 @@ class Deadlines:
     """A worker that did not come, or did not end its ranks, for so long is replaced."""
     finish: float = 300.0
     """How long a last checkpoint may take to be committed once the ranks are through."""
+    tail: float = 3600.0
+    """How long a script may go on after its last step is saved (an evaluation, an export)."""
 
 
 class IntervalMode(enum.StrEnum):
@@ -386,3 +388,5 @@ class JobStatus:
     persist: PersistOrder | None = None
     """Kept state that has to reach storage before the job may end."""
     persist_deadline: float | None = None
+    tail_deadline: float | None = None
+    """All steps are saved; until then scripts that go on after them may end by themselves."""

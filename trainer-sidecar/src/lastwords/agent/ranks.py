@@ -130,6 +130,7 @@ class Rank:
             rank=self.rank,
             state=state,
             pid=self.process.pid if self.process is not None else 0,
+            in_tail=state is RankState.FINISHED and self.alive and self.ended is None,
             held=acknowledged and self.alive,
             exit=self.exit_report(),
             stack=self.stack,

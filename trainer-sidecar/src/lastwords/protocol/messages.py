@@ -80,6 +80,8 @@ class RankReport:
     """Boundaries passed; None until restored."""
     odd: bool = False
     """An update has begun and its boundary is not passed."""
+    in_tail: bool = False
+    """`steps()` is over, but the script goes on (a last evaluation, an export)."""
     held: bool = False
     """The process has acknowledged the hold."""
     at_gate: bool = False

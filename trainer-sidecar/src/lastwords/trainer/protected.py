@@ -34,6 +34,7 @@ class Protected:
         self.step = 0
         self._rest: Rest | None = None
         self._save_requested = False
+        self._newest_job: Job | None = None
         self._finished = False
         self._boundary_ns = time.monotonic_ns()
         self._first_boundary = True
@@ -172,6 +173,7 @@ class Protected:
         assert self._rest is not None
         job = Job(rest=self._rest, persist=persist, kind=kind, must=must)
         self._stager.submit(job)
+        self._newest_job = job
         return job
 
     def _resting(self, record: bytes) -> Rest:
@@ -218,14 +220,24 @@ class Protected:
             self._layout_number = self._stager.agreement.begin(self._collector.state.chunks)
         if self._rest is None or self._rest.layout_number != self._layout_number:
             self._rest = self._resting(self._recorder.build(self.step, session.get(Word.GENERATION)))
-        job = self._submit(persist=True, kind="last-words" if self.should_stop else "final", must=True)
-        job.done.wait()
+        job = self._final_snapshot("last-words" if self.should_stop else "final")
         if job.ok:
             session.put(Word.DONE, 1)
             session.send(wire.Finished(step=self.step))
         else:
             text = f"the final state of step {self.step} found no free slot in the memory volume"
             session.send(wire.RankNotice(code="final-failed", text=text))
+
+    def _final_snapshot(self, kind: str) -> Job:
+        """The snapshot of a planned stop has the final state already; otherwise it is taken now."""
+        newest = self._newest_job
+        if newest is not None and newest.rest is self._rest and newest.kind == kind and newest.persist:
+            newest.done.wait()
+            if newest.ok:
+                return newest
+        job = self._submit(persist=True, kind=kind, must=True)
+        job.done.wait()
+        return job
 
     def _script_ends(self) -> None:
         """The script has ended normally without `steps()`: its last boundary is the final state."""

@@ -7,6 +7,7 @@ Checkpointer in the script finds the session with `current()` and adds what it c
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import mmap
@@ -31,6 +32,8 @@ log = logging.getLogger("lastwords")
 ADDRESS = "LASTWORDS_ADDRESS"
 """IP under which other workers reach this one; 127.0.0.1 on one machine."""
 _AGENT_AWAY_SECONDS = 15.0
+_LEAVE_SECONDS = 2.0
+_LEFT = "lastwords/left"
 _REPEATED = (wire.LayoutReady, wire.SnapshotReady, wire.LiveCopyDone, wire.Finished, wire.ScriptEnded)
 
 _current: Session | None = None
@@ -102,7 +105,19 @@ class Session:
         while not self._may_exit.wait(0.05):
             if time.monotonic() > deadline or self.link.away_seconds() > _AGENT_AWAY_SECONDS:
                 return False
+        if exit is None:
+            self._leave()
         return True
+
+    def _leave(self) -> None:
+        """The rank that hosts the attempt's store is the last to go: the others' scripts may still need it."""
+        others = self.topology.world - 1
+        if self._store is None:
+            with contextlib.suppress(Exception):
+                self.store_client(_LEAVE_SECONDS).add(_LEFT, 1)
+        else:
+            while self._store.add(_LEFT, 0) < others and self.link.away_seconds() <= _AGENT_AWAY_SECONDS:
+                time.sleep(0.05)
 
     def close(self) -> None:
         """End the connection."""
