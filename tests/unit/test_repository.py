@@ -90,7 +90,7 @@ def test_everything_in_requirements_in_is_locked() -> None:
         return re.sub(r"[-_.]+", "-", text).lower()
 
     rows = (ROOT / "requirements.in").read_text().splitlines()
-    wanted = {normal(re.split(r"[=<>]", row)[0]) for row in rows if row and not row.startswith("#")}
+    wanted = {normal(re.split(r"[=<>\[]", row)[0]) for row in rows if row and not row.startswith("#")}
     locked = {
         normal(row.split("==")[0]) for row in (ROOT / "requirements.lock").read_text().splitlines() if "==" in row
     }

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+from collections.abc import Callable
 
 from lastwords.protocol import chunks, pieces
 from lastwords.protocol.lineage import LineageEntry
 from lastwords.protocol.manifest import CheckpointId, CheckpointPlan, Manifest
 from lastwords.protocol.pieces import Topology
+from lastwords.storage import base
+from lastwords.storage.base import Store
 from lastwords.storage.checkpoints import JobCheckpoints
+from lastwords.storage.posix import PosixStore
 from lastwords.storage.streams import Source
 
 TOPOLOGY = Topology(workers=2, processes_per_worker=1)
@@ -59,3 +64,35 @@ def at(folder: pathlib.Path) -> JobCheckpoints:
 
 def identify(step: int, attempt: int = 1) -> CheckpointId:
     return CheckpointId(step=step, attempt=attempt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where the checkpoints of one test go; `kind`: "links", "no links" or "s3"."""
+
+    root: str
+    kind: str
+
+    def under(self, name: str) -> Place:
+        """Another place, empty."""
+        return Place(f"{self.root}/{name}", self.kind)
+
+    def store(self, on_step: Callable[[str], None] | None = None) -> Store:
+        """The store there."""
+        if self.kind == "s3":
+            from lastwords.storage import objects
+
+            return objects.connect(self.root, on_step)
+        store = PosixStore(self.root, on_step)
+        store._links = self.kind == "links"
+        return store
+
+    def job(self, on_step: Callable[[str], None] | None = None) -> JobCheckpoints:
+        """Checkpoints there."""
+        return JobCheckpoints(self.store(on_step), "ns", "job")
+
+    def files(self, step: int = 10) -> dict[str, bytes]:
+        """Every file of a checkpoint by its path in the store."""
+        store, folder = self.store(), f"ns/job/{identify(step).folder}"
+        found = {f"{folder}/{name}": base.read(store, f"{folder}/{name}") for name in store.list(folder)}
+        return {path: data for path, data in found.items() if data is not None}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +14,7 @@ from hypothesis import strategies as st
 from lastwords.protocol import codec, manifest, snapshots, tensorfile
 from lastwords.protocol.manifest import IncompleteError
 from lastwords.storage import checkpoints, streams
-from lastwords.storage.checkpoints import CheckpointError, ClaimedError, JobCheckpoints
-from lastwords.storage.posix import PosixStore
+from lastwords.storage.checkpoints import CheckpointError, ClaimedError
 from tests.unit.storage import support
 from tests.unit.storage.conftest import Fresh
 
@@ -112,147 +107,11 @@ def test_a_commit_needs_every_part_and_names_what_is_missing(tmp_path: pathlib.P
     assert job.commit(made) == job.commit(made)
 
 
-# --- O-12, O-13: crashes ----------------------------------------------------------------------------
-
-
-class Stopped(BaseException):
-    """The writer was stopped here."""
-
-
-def steps_of_a_save(folder: pathlib.Path, *, links: bool) -> int:
-    count = 0
-    support.save(support.at(folder), step=10)
-
-    def on_step(_: str) -> None:
-        nonlocal count
-        count += 1
-
-    store = PosixStore(folder, on_step)
-    store._links = links
-    support.save(JobCheckpoints(store, "ns", "job"), step=20)
-    return count
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_O_12_O_13_a_writer_stopped_after_any_write_fsync_or_link_leaves_the_previous_or_the_new_one(
-    tmp_path: pathlib.Path, links: bool
-) -> None:
-    total = steps_of_a_save(tmp_path / "count", links=links)
-    assert total > 20
-    new = 0
-    for stop_at in range(1, total + 1):
-        folder = tmp_path / str(stop_at)
-        support.save(support.at(folder), step=10)
-        left = stop_at
-
-        def on_step(_: str) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Stopped
-
-        store = PosixStore(folder, on_step)
-        store._links = links
-        with contextlib.suppress(Stopped):
-            support.save(JobCheckpoints(store, "ns", "job"), step=20)
-        job = support.at(folder)
-        good = [info.id.step for info in job.list_checkpoints() if not info.rejected]
-        assert good in ([10], [10, 20]), f"stopped after step {stop_at}"
-        for step in good:
-            assert job.verify(support.identify(step)) == []
-        new += good == [10, 20]
-        # Whoever comes next finishes it, or a newer one, and cleans up.
-        again = PosixStore(folder)
-        again._links = links
-        next_job = JobCheckpoints(again, "ns", "job")
-        support.save(next_job, step=20)
-        assert next_job.verify(support.identify(20)) == []
-    assert 0 < new < total
-
-
-WRITER = """
-import os, signal, sys
-from lastwords.storage.checkpoints import JobCheckpoints
-from lastwords.storage.posix import PosixStore
-from tests.unit.storage import support
-left = int(sys.argv[2])
-def on_step(name):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-support.save(JobCheckpoints(PosixStore(sys.argv[1], on_step), "ns", "job"), step=20)
-"""
-
-
-@pytest.mark.slow
-def test_O_12_a_writer_killed_with_SIGKILL_leaves_whole_checkpoints_only(tmp_path: pathlib.Path) -> None:
-    total = steps_of_a_save(tmp_path / "count", links=True)
-    for stop_at in range(1, total + 1, 3):
-        folder = tmp_path / str(stop_at)
-        support.save(support.at(folder), step=10)
-        done = subprocess.run([sys.executable, "-c", WRITER, str(folder), str(stop_at)], check=False)
-        assert done.returncode == -signal.SIGKILL
-        job = support.at(folder)
-        good = [info.id.step for info in job.list_checkpoints() if not info.rejected]
-        assert good in ([10], [10, 20])
-        assert all(job.verify(support.identify(step)) == [] for step in good)
-
-
-COMMITTER = """
-import sys
-from tests.unit.storage import support
-job = support.at(sys.argv[1])
-plan = support.plan()
-print("ready", flush=True)
-sys.stdin.readline()
-made = job.commit(plan)
-print(made.id.folder, flush=True)
-"""
-
-
-def test_committers_in_several_processes_race_and_all_agree(tmp_path: pathlib.Path) -> None:
-    job, made = support.at(tmp_path), support.plan()
-    support.write(job, made)
-    committers = [
-        subprocess.Popen([sys.executable, "-c", COMMITTER, str(tmp_path)], stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]  # fmt: skip
-    for committer in committers:
-        assert committer.stdout is not None
-        assert committer.stdout.readline() == "ready\n"
-    for committer in committers:
-        assert committer.stdin is not None
-        committer.stdin.write("go\n")
-        committer.stdin.flush()
-    for committer in committers:
-        output, _ = committer.communicate(timeout=30)
-        assert committer.returncode == 0
-        assert output == support.identify(10).folder + "\n"
-    assert job.verify(support.identify(10)) == []
-
-
 # --- damage -----------------------------------------------------------------------------------------
 
 
 def all_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted((folder / "ns/job" / support.identify(10).folder).iterdir())
-
-
-def test_O_12_every_flipped_byte_is_noticed(tmp_path: pathlib.Path) -> None:
-    job = support.at(tmp_path)
-    made = support.save(job)
-    flipped = 0
-    for path in all_files(tmp_path):
-        data = path.read_bytes()
-        for position in range(0, len(data), 1 if len(data) < 500 else 37):
-            path.write_bytes(data[:position] + bytes([data[position] ^ 0x41]) + data[position + 1 :])
-            assert job.verify(made.id) != [], f"byte {position} of {path.name}"
-            flipped += 1
-        path.write_bytes(data)
-    assert flipped > 300
-    assert job.verify(made.id) == []
 
 
 @given(data=st.data())
@@ -280,21 +139,6 @@ def test_O_12_any_change_of_any_file_is_noticed(data: st.DataObject, fresh: Fres
         other = data.draw(st.sampled_from([p for p in all_files(folder) if p.read_bytes() != content]))
         path.write_bytes(other.read_bytes())
     assert job.verify(made.id) != []
-
-
-def test_O_12_a_short_or_missing_file_is_seen_without_reading_and_the_older_one_stays(tmp_path: pathlib.Path) -> None:
-    job = support.at(tmp_path)
-    support.save(job, step=5)
-    made = support.save(job)
-    data = next(path for path in all_files(tmp_path) if path.suffix == ".safetensors")
-    data.write_bytes(data.read_bytes()[:-1])
-    infos = {info.id.step: info.rejected for info in job.list_checkpoints()}
-    assert infos[5] == ""
-    assert data.name in infos[10]
-    data.unlink()
-    assert "missing" in {info.id.step: info.rejected for info in job.list_checkpoints()}[10]
-    (tmp_path / "ns/job" / made.id.folder / manifest.MANIFEST).write_bytes(b"{}")
-    assert "torn" in {info.id.step: info.rejected for info in job.list_checkpoints()}[10]
 
 
 def test_O_12_a_checkpoint_marked_as_damaged_is_rejected_by_everyone(tmp_path: pathlib.Path) -> None:

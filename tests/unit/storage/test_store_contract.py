@@ -1,16 +1,20 @@
-"""What every store must do: the real one, with and without links, and the one for tests."""
+"""
+What every store must do: a folder, with and without links; S3 by a real server; the adapter of object stores over
+obstore's store in memory, which stands for Google Cloud Storage and Azure; and the store for tests.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import pathlib
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from lastwords.storage import base
+from lastwords.storage import base, places
 from lastwords.storage.base import StorageError, Store
 from lastwords.storage.faulty import FaultyStore
 from lastwords.storage.posix import PosixStore
@@ -29,9 +33,18 @@ MAKERS: dict[str, Callable[[pathlib.Path], Store]] = {
 }
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=[*MAKERS, "s3", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Store:
-    return MAKERS[request.param](tmp_path / "root")
+    if request.param in MAKERS:
+        return MAKERS[request.param](tmp_path / "root")
+    if request.param == "s3":
+        return places.open_store(request.getfixturevalue("s3_server").prefix())
+    pytest.importorskip("obstore", reason="this environment has no client of object stores")
+    import obstore.store
+
+    from lastwords.storage import objects
+
+    return objects.ObjectStore(obstore.store.MemoryStore(), "memory://here")
 
 
 def test_create_is_exclusive_and_whole(store: Store) -> None:
@@ -61,13 +74,13 @@ def test_of_many_creators_one_wins(store: Store) -> None:
 
 
 def test_write_replaces_and_cuts_to_length(store: Store) -> None:
-    store.write("a/x", [b"1234", memoryview(b"5678")])
-    store.write("a/x", [b"abc"])
+    store.write("a/x", [b"1234", memoryview(b"5678")], 8)
+    store.write("a/x", [b"abc"], 3)
     assert base.read(store, "a/x") == b"abc"
 
 
 def test_a_write_of_the_same_bytes_never_shortens_the_file(store: Store) -> None:
-    store.write("x", [b"aa", b"bb"])
+    store.write("x", [b"aa", b"bb"], 4)
     sizes = []
 
     def pieces() -> list[bytes]:
@@ -75,7 +88,7 @@ def test_a_write_of_the_same_bytes_never_shortens_the_file(store: Store) -> None
             sizes.append(file.nbytes)
         return [b"aa", b"bb"]
 
-    store.write("x", (piece for piece in pieces()))
+    store.write("x", (piece for piece in pieces()), 4)
     assert sizes == [4]
 
 
@@ -95,8 +108,37 @@ def test_remove_takes_files_and_empty_folders(store: Store) -> None:
     assert store.list("") == [] or store.list(".") == []
 
 
+def test_a_large_file_is_whole_although_its_pieces_come_in_one_buffer(store: Store) -> None:
+    data = random.Random(1).randbytes(20 * 1024 * 1024 + 17)
+    buffer = bytearray(1024 * 1024)
+
+    def pieces() -> Iterator[memoryview]:
+        for begin in range(0, len(data), len(buffer)):
+            piece = data[begin : begin + len(buffer)]
+            buffer[: len(piece)] = piece
+            yield memoryview(buffer)[: len(piece)]
+
+    store.write("a/x", pieces(), len(data))
+    with store.open("a/x") as file:
+        assert file.nbytes == len(data)
+        assert file.read_at(0, len(data)) == data
+        assert file.read_at(8 * 1024 * 1024 - 5, 10) == data[8 * 1024 * 1024 - 5 : 8 * 1024 * 1024 + 5]
+
+
+@pytest.mark.parametrize("nbytes", [1000, 20 * 1024 * 1024])
+def test_what_goes_wrong_while_pieces_are_made_comes_through(store: Store, nbytes: int) -> None:
+    def pieces() -> Iterator[bytes]:
+        for _ in range(18):
+            yield bytes(nbytes // 20)
+        raise KeyError("given up")
+
+    with pytest.raises(KeyError, match="given up"):
+        store.write("x", pieces(), nbytes)
+    assert len(base.read(store, "x") or b"") < nbytes, "nothing that looks whole"
+
+
 def test_read_at_gives_ranges(store: Store) -> None:
-    store.write("x", [b"0123456789"])
+    store.write("x", [b"0123456789"], 10)
     with store.open("x") as file:
         assert (file.nbytes, file.read_at(3, 4), file.read_at(8, 100), file.read_at(50, 1)) == (10, b"3456", b"89", b"")
 
@@ -119,7 +161,7 @@ def test_O_33_O_36_every_system_error_becomes_a_kind_and_a_sentence(
 
     monkeypatch.setattr("os.write", fail)
     with pytest.raises(StorageError) as caught:
-        store.write("x", [b"1"])
+        store.write("x", [b"1"], 1)
     assert caught.value.kind == kind
     assert str(tmp_path / "x") in str(caught.value)
 
@@ -160,4 +202,4 @@ def test_O_34_nothing_is_ever_renamed(tmp_path: pathlib.Path, monkeypatch: pytes
         monkeypatch.setattr(f"os.{name}", lambda *_: pytest.fail("rename overwrites and may not be atomic"))
     store = PosixStore(tmp_path)
     store.create("a/x", b"1")
-    store.write("a/y", [b"1"])
+    store.write("a/y", [b"1"], 1)

@@ -59,10 +59,11 @@ class Store(Protocol):
     def create(self, path: str, data: bytes) -> bool:
         """Create a file with this content, durably and all at once; False when there is one already."""
 
-    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def write(self, path: str, pieces: Iterable[bytes | memoryview], nbytes: int) -> None:
         """
-        Write a file, durably. One that is there is overwritten in place and never cut short before the end, so
-        that writing the same bytes again harms no reader.
+        Write a file of `nbytes`, durably. One that is there is overwritten in place and never cut short before the
+        end, or replaced at once, so that writing the same bytes again harms no reader. Each piece is valid until the
+        next is asked for; what the iterator raises comes through, and leaves no new file that looks whole.
         """
 
     def open(self, path: str) -> contextlib.AbstractContextManager[Reader]:
@@ -75,7 +76,10 @@ class Store(Protocol):
         """Remove a file or an empty folder; nothing happens when it is not there, or is a folder that is not empty."""
 
     def location(self, path: str) -> str:
-        """Where another process on this machine finds the file."""
+        """Where the file is, for people: a path or a URL."""
+
+    def local_path(self, path: str) -> str | None:
+        """Where another process on this machine can open the file; None when only this store can read it."""
 
 
 def read(store: Store, path: str) -> bytes | None:

@@ -25,9 +25,8 @@ from lastwords.protocol.manifest import (
 )
 from lastwords.protocol.messages import CheckpointInfo
 from lastwords.protocol.snapshots import BLOCK_BYTES, CHECKSUM_ALGORITHM
-from lastwords.storage import base, retention, streams
+from lastwords.storage import base, places, retention, streams
 from lastwords.storage.base import StorageError, Store
-from lastwords.storage.posix import PosixStore
 from lastwords.storage.streams import Source
 
 T = TypeVar("T")
@@ -57,16 +56,20 @@ class JobCheckpoints:
 
     @classmethod
     def at(cls, storage: str, namespace: str, name: str) -> JobCheckpoints:
-        """In a folder of this machine."""
-        return cls(PosixStore(storage), namespace, name)
+        """At a place as `places.normal` gives it. Raises StorageError."""
+        return cls(places.open_store(storage), namespace, name)
 
     def path(self, checkpoint: CheckpointId, file: str) -> str:
         """Path of a file in the store."""
         return f"{self._folder}/{checkpoint.folder}/{file}"
 
     def location(self, checkpoint: CheckpointId, file: str) -> str:
-        """Where the ranks find a file of a checkpoint."""
+        """Where a file of a checkpoint is, for people."""
         return self.store.location(self.path(checkpoint, file))
+
+    def local_path(self, checkpoint: CheckpointId, file: str) -> str | None:
+        """Where the ranks can open a file of a checkpoint themselves; None in an object store."""
+        return self.store.local_path(self.path(checkpoint, file))
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -145,7 +148,7 @@ class JobCheckpoints:
             rank=rank, step=plan.step, attempt=plan.attempt, data=data, chunks=stored, record=small, finite=finite
         )
         body = _seal(codec.dumps(part))
-        _again(lambda: self.store.write(self.path(checkpoint, manifest.part_record(rank)), [body]))
+        _again(lambda: self.store.write(self.path(checkpoint, manifest.part_record(rank)), [body], len(body)))
         return part
 
     def read_part(self, plan: CheckpointPlan, rank: int) -> PartRecord | None:
@@ -305,13 +308,14 @@ class JobCheckpoints:
         self, checkpoint: CheckpointId, name: str, content: Sequence[Source], cancelled: Callable[[], bool]
     ) -> StoredFile:
         sums: list[int] = []
+        nbytes = sum(end - begin for _, begin, end in content)
 
         def write() -> None:
             sums.clear()
-            self.store.write(self.path(checkpoint, name), streams.summed(content, sums, cancelled))
+            self.store.write(self.path(checkpoint, name), streams.summed(content, sums, cancelled), nbytes)
 
         _again(write)
-        return StoredFile(name=name, nbytes=sum(end - begin for _, begin, end in content), blocks=tuple(sums))
+        return StoredFile(name=name, nbytes=nbytes, blocks=tuple(sums))
 
     def _open(self, checkpoint: CheckpointId, name: str) -> contextlib.AbstractContextManager[base.Reader]:
         return self.store.open(self.path(checkpoint, name))

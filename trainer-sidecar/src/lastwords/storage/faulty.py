@@ -34,10 +34,10 @@ class FaultyStore:
         self._take_room(path, len(data))
         return self._inner.create(path, data)
 
-    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def write(self, path: str, pieces: Iterable[bytes | memoryview], nbytes: int) -> None:
         """See `base.Store`. A file that does not fit is left half written."""
         self._begin("write", path, changes=True)
-        self._inner.write(path, self._counted(path, pieces))
+        self._inner.write(path, self._counted(path, pieces), nbytes)
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[base.Reader]:
@@ -59,6 +59,10 @@ class FaultyStore:
     def location(self, path: str) -> str:
         """See `base.Store`."""
         return self._inner.location(path)
+
+    def local_path(self, path: str) -> str | None:
+        """See `base.Store`."""
+        return self._inner.local_path(path)
 
     def _begin(self, what: str, path: str, *, changes: bool = False) -> None:
         self.calls.append(f"{what} {path}")

@@ -64,7 +64,7 @@ class PosixStore:
                 return self._create_by_link(target, data)
             return self._create_exclusively(target, data)
 
-    def write(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
+    def write(self, path: str, pieces: Iterable[bytes | memoryview], nbytes: int) -> None:
         """See `base.Store`."""
         target = self.location(path)
         with _translated(f"writing {target}"):
@@ -122,6 +122,10 @@ class PosixStore:
     def location(self, path: str) -> str:
         """See `base.Store`."""
         return os.path.join(self.root, *path.split("/"))
+
+    def local_path(self, path: str) -> str | None:
+        """See `base.Store`."""
+        return self.location(path)
 
     def links(self) -> bool:
         """Whether `link()` works and refuses an existing name here; tried once."""

@@ -1,0 +1,154 @@
+"""Object stores: what is theirs alone. Errors in words, uploads in parts, places and credentials."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lastwords.storage import base, places
+from lastwords.storage.base import StorageError
+from lastwords.storage.places import PlaceError
+from tests.processes.storage import s3
+
+objects = pytest.importorskip("lastwords.storage.objects", reason="this environment has no client of object stores")
+
+
+@pytest.mark.parametrize(
+    ("given", "normal"),
+    [
+        ("s3://bucket/prefix/", "s3://bucket/prefix"),
+        ("s3://bucket", "s3://bucket"),
+        ("gs://bucket/a/b", "gs://bucket/a/b"),
+        ("az://container/a", "az://container/a"),
+        ("file:///data/x/", "/data/x"),
+        ("/data/../x", "/x"),
+    ],
+)
+def test_places_have_one_form(given: str, normal: str) -> None:
+    assert places.normal(given) == normal
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("ftp://host/x", "ftp:// is not known; checkpoints go to a folder, or to file://, s3://, gs://, az://"),
+        ("s3://", "name a bucket and a prefix, such as s3://bucket/prefix"),
+        ("s3://bucket//x", "name a bucket and a prefix"),
+        ("s3://bucket/../x", "name a bucket and a prefix"),
+        ("file://data", "file:// takes an absolute path"),
+    ],
+)
+def test_what_is_no_place_is_refused_with_a_sentence(given: str, said: str) -> None:
+    with pytest.raises(PlaceError) as caught:
+        places.normal(given)
+    assert said in str(caught.value)
+
+
+def test_the_parents_of_a_place() -> None:
+    assert places.parent("s3://bucket/a/b") == "s3://bucket/a"
+    assert places.parent("s3://bucket/a") == "s3://bucket"
+    assert places.parent("s3://bucket") is None
+    assert places.parent("/a/b") == "/a"
+    assert places.parent("/") is None
+
+
+def test_a_missing_bucket_is_said_and_is_not_an_empty_storage(s3_server: s3.Server) -> None:
+    store = places.open_store("s3://no-such-bucket/x")
+    for call in (lambda: store.create("a", b"1"), lambda: store.write("a", [b"1"], 1), lambda: store.list("a")):
+        with pytest.raises(StorageError, match="The specified bucket does not exist: make the bucket first") as caught:
+            call()
+        assert caught.value.kind == "gone"
+        assert "s3://no-such-bucket/x/a" in str(caught.value)
+
+
+def test_a_server_that_does_not_answer_is_said_in_one_line(
+    s3_server: s3.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(objects, "_RETRY_SECONDS", 1)
+    store = places.open_store("s3://bucket/x")
+    with pytest.raises(StorageError, match="creating s3://bucket/x/a: .*error") as caught:
+        store.create("a", b"1")
+    assert "\n" not in str(caught.value)
+
+
+class _Refusing(http.server.BaseHTTPRequestHandler):
+    status, code = 403, "AccessDenied"
+
+    def _answer(self) -> None:
+        body = f"<Error><Code>{self.code}</Code><Message>Not with these credentials.</Message></Error>".encode()
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_PUT = do_POST = do_DELETE = _answer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing() -> Iterator[int]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_refused_credentials_are_a_kind_and_a_sentence(
+    s3_server: s3.Server, refusing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{refusing}")
+    store = places.open_store("s3://bucket/x")
+    with pytest.raises(StorageError, match="Not with these credentials: give the job credentials") as caught:
+        store.create("a", b"1")
+    assert caught.value.kind == "read-only"
+
+
+def test_azure_without_an_account_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(StorageError, match="az://container/x: Account must be specified"):
+        places.open_store("az://container/x")
+
+
+def test_a_large_file_goes_up_in_parts_and_one_that_fails_leaves_none(s3_server: s3.Server) -> None:
+    prefix = s3_server.prefix()
+    store = places.open_store(prefix)
+    store.write("large", (bytes(1 << 20) for _ in range(20)), 20 << 20)
+    store.write("small", [b"1"], 1)
+    key = prefix.removeprefix(f"s3://{s3.BUCKET}/")
+    assert _get(s3_server, f"/{s3.BUCKET}/{key}/large?partNumber=1", "HEAD").getheader("Content-Length") == str(8 << 20)
+
+    def broken() -> Iterator[bytes]:
+        for _ in range(12):
+            yield bytes(1 << 20)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        store.write("broken", broken(), 20 << 20)
+    assert base.read(store, "broken") is None
+    left = _get(s3_server, f"/{s3.BUCKET}?uploads", "GET").read().decode()
+    assert "broken" not in left, "what was sent of it is thrown away"
+
+
+def _get(server: s3.Server, path: str, method: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request(method, path)
+    return connection.getresponse()
+
+
+def test_the_limit_of_parts_is_kept() -> None:
+    for nbytes in (1, 8 << 20, 80 << 30, 1 << 40):
+        size = objects.part_bytes(nbytes)
+        assert size >= 8 << 20
+        assert -(-nbytes // size) <= 10_000
