@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -13,7 +14,8 @@ from rich.table import Table
 
 from lastwords.protocol.manifest import CLAIM, CheckpointId, Manifest, parse_folder
 from lastwords.protocol.messages import CheckpointInfo
-from lastwords.storage.base import StorageError
+from lastwords.storage import places
+from lastwords.storage.base import StorageError, Store
 from lastwords.storage.checkpoints import CheckpointError, JobCheckpoints
 
 DAMAGED = 1
@@ -21,15 +23,15 @@ DAMAGED = 1
 
 
 class CheckpointsError(Exception):
-    """Not a storage folder, or nothing in it; the text says what was looked for."""
+    """Not a storage, or nothing in it; the text says what was looked for."""
 
 
-def list_command(folder: pathlib.Path) -> int:
+def list_command(place: str) -> int:
     """One line for each committed checkpoint, oldest first; those that cannot be used with the reason."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("job", "step", "attempt", "kind", "size", "", "folder"):
         table.add_column(name, justify="right" if name in ("step", "attempt", "size") else "left")
-    for job in _jobs(folder):
+    for job in _jobs(place):
         for info in _listed(job):
             row = [f"{job.namespace}/{job.name}", str(info.id.step), str(info.id.attempt), info.kind]
             table.add_row(*row, size(info.nbytes), _state(info), escape(info.id.folder))
@@ -37,11 +39,11 @@ def list_command(folder: pathlib.Path) -> int:
     return 0
 
 
-def verify_command(folder: pathlib.Path) -> int:
+def verify_command(place: str) -> int:
     """Read every byte; 1 when anything is wrong with any checkpoint."""
     console = _console()
     damaged = False
-    for job, checkpoint in _chosen(folder):
+    for job, checkpoint in _chosen(place):
         try:
             problems = job.verify(checkpoint)
         except StorageError as error:
@@ -53,9 +55,9 @@ def verify_command(folder: pathlib.Path) -> int:
     return DAMAGED if damaged else 0
 
 
-def show_command(folder: pathlib.Path) -> int:
+def show_command(place: str) -> int:
     """What is in the newest checkpoint, or in the one named: who wrote what, and every tensor."""
-    chosen = list(_chosen(folder))
+    chosen = list(_chosen(place))
     job, checkpoint = chosen[-1]
     try:
         manifest = job.read_manifest(checkpoint)
@@ -82,23 +84,60 @@ def _description(manifest: Manifest) -> Iterator[str]:
         yield f"  {chunk.key}  {chunk.dtype}{list(chunk.sizes)}  {size(chunk.nbytes)}"
 
 
-def _jobs(folder: pathlib.Path) -> list[JobCheckpoints]:
-    """Jobs whose checkpoints are in the folder: it may be the storage, a namespace in it, or a job's own."""
-    if not folder.is_dir():
-        raise CheckpointsError(f"{folder} is not a folder")
-    folder = storage_of(folder.resolve())
-    claims = [path for pattern in (CLAIM, f"*/{CLAIM}", f"*/*/{CLAIM}") for path in sorted(folder.glob(pattern))]
-    homes = [path.parent for path in claims]
-    if not homes:
-        raise CheckpointsError(f"{folder} holds no checkpoints: no {CLAIM} of a storage folder is in it or below it")
-    return [JobCheckpoints.at(str(home.parent.parent), home.parent.name, home.name) for home in homes]
+def _jobs(where: str) -> list[JobCheckpoints]:
+    """Jobs whose checkpoints are there: it may be the storage, a namespace in it, or a job's own folder."""
+    where = storage_of(_normal(where))
+    if places.is_folder(where) and not os.path.isdir(where):
+        raise CheckpointsError(f"{where} is not a folder")
+    found = []
+    try:
+        store = places.open_store(where)
+        for path in _claimed(store):
+            home = f"{where}/{path}".rstrip("/")
+            storage = places.parent(places.parent(home) or "")
+            if storage is not None:
+                found.append(JobCheckpoints.at(storage, *home.split("/")[-2:]))
+    except StorageError as error:
+        raise CheckpointsError(str(error)) from None
+    if not found:
+        raise CheckpointsError(f"{where} holds no checkpoints: no {CLAIM} of a storage folder is in it or below it")
+    return found
 
 
-def storage_of(folder: pathlib.Path) -> pathlib.Path:
-    """The storage of the job whose folder this is; any other folder is taken as it is."""
+def _claimed(store: Store) -> Iterator[str]:
+    """Folders of jobs: what is given, or one or two levels below."""
+    level = [""]
+    for _ in range(3):
+        below = []
+        for path in level:
+            names = _names(store, path)
+            if CLAIM in names:
+                yield path
+            below += [f"{path}/{name}".lstrip("/") for name in names]
+        level = below
+
+
+def _names(store: Store, path: str) -> list[str]:
+    try:
+        return store.list(path)
+    except StorageError as error:
+        if error.kind == "gone" and path:
+            return []  # a file
+        raise
+
+
+def _normal(where: str) -> str:
+    try:
+        return places.normal(where)
+    except places.PlaceError as error:
+        raise CheckpointsError(str(error)) from None
+
+
+def storage_of(where: str) -> str:
+    """The storage of the job whose folder this is; any other place is taken as it is."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return pathlib.Path(json.loads((folder / "job.json").read_text())["asked"]["storage"])
-    return folder
+        return str(json.loads(pathlib.Path(where, "job.json").read_text())["asked"]["storage"])
+    return where
 
 
 def _listed(job: JobCheckpoints) -> list[CheckpointInfo]:
@@ -108,15 +147,16 @@ def _listed(job: JobCheckpoints) -> list[CheckpointInfo]:
         raise CheckpointsError(str(error)) from None
 
 
-def _chosen(folder: pathlib.Path) -> Iterator[tuple[JobCheckpoints, CheckpointId]]:
-    """The checkpoint that `folder` is, or all that are in it."""
-    one = parse_folder(folder.resolve().name)
-    if one is not None:
-        yield _jobs(folder.resolve().parent)[0], one
+def _chosen(where: str) -> Iterator[tuple[JobCheckpoints, CheckpointId]]:
+    """The checkpoint that this is, or all that are in it."""
+    where = _normal(where)
+    one, above = parse_folder(where.rpartition("/")[2]), places.parent(where)
+    if one is not None and above is not None:
+        yield _jobs(above)[0], one
         return
-    found = [(job, info.id) for job in _jobs(folder) for info in _listed(job)]
+    found = [(job, info.id) for job in _jobs(where) for info in _listed(job)]
     if not found:
-        raise CheckpointsError(f"no committed checkpoint in {folder}")
+        raise CheckpointsError(f"no committed checkpoint in {where}")
     yield from found
 
 

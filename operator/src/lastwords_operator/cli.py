@@ -83,7 +83,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument("--procs", type=_positive, metavar="N", help="ranks per worker (default 1)")
     one.add_argument("--name", help="of the job (default: from the script's name)")
     one.add_argument("--dir", type=pathlib.Path, help="folder of the job (default .lastwords/NAME)")
-    one.add_argument("--storage", type=pathlib.Path, metavar="DIR", help="for checkpoints (default: in --dir)")
+    one.add_argument("--storage", metavar="PLACE", help="for checkpoints: folder or s3://… (default: in --dir)")
     one.add_argument("--memory-dir", type=pathlib.Path, metavar="DIR", help="tmpfs for snapshots (default /dev/shm)")
     one.add_argument("--save-every", type=_interval, metavar="30s|200steps", help="fixed interval (default: chosen)")
     one.add_argument("--max-restarts", type=_count, metavar="N", help="restarts before the job fails (default 10)")
@@ -111,7 +111,10 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_checkpoints(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     one = _add(
-        commands, "checkpoints", "look at the checkpoints of a storage folder", "lastwords checkpoints verify DIR"
+        commands,
+        "checkpoints",
+        "look at the checkpoints in a storage",
+        "lastwords checkpoints verify s3://bucket/prefix",
     )
     actions = one.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, call in (
@@ -120,13 +123,13 @@ def _add_checkpoints(commands: argparse._SubParsersAction[argparse.ArgumentParse
         ("show", "what is in a checkpoint", checkpoints.show_command),
     ):
         action = _add(actions, name, text, f"lastwords checkpoints {name} .lastwords/train/checkpoints")
-        action.add_argument("dir", type=pathlib.Path, help="storage folder, or one checkpoint in it")
-        action.set_defaults(call=functools.partial(_on_folder, call))
+        action.add_argument("place", help="storage (a folder or s3://bucket/prefix), or one checkpoint in it")
+        action.set_defaults(call=functools.partial(_on_place, call))
 
 
-def _on_folder(call: Callable[[pathlib.Path], int], options: argparse.Namespace) -> int:
-    folder: pathlib.Path = options.dir
-    return call(folder)
+def _on_place(call: Callable[[str], int], options: argparse.Namespace) -> int:
+    place: str = options.place
+    return call(place)
 
 
 def _run(options: argparse.Namespace) -> int:

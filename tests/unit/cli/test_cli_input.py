@@ -70,6 +70,10 @@ def call(capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str, str]
         (["status", "nowhere"], "nowhere is not the folder of a job"),
         (["checkpoints", "list", "nowhere"], "nowhere is not a folder"),
         (["checkpoints", "verify", "."], "holds no checkpoints"),
+        (
+            ["checkpoints", "list", "nfs://host/x"],
+            "nfs:// is not known; checkpoints go to a folder, or to file://, s3://",
+        ),
         (["checkpoints"], "the following arguments are required: ACTION"),
         (["dance"], "invalid choice: 'dance'"),
     ],
@@ -90,7 +94,8 @@ def test_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str], line: 
         ("replicas: 2", "replicas: many", "job.yaml: spec.workers.replicas: "),
         ("replicas: 2", "replicas: 0", "job.yaml: spec.workers.replicas: "),
         ("kind: FaultTolerantJob", "kind: Job", "job.yaml: kind: "),
-        ("file:///tmp/somewhere", "s3://bucket/x", "spec.checkpoint.storage.uri: s3://bucket/x needs a cluster"),
+        ("file:///tmp/somewhere", "nfs://host/x", "spec.checkpoint.storage.uri: nfs://host/x: nfs:// is not known"),
+        ("file:///tmp/somewhere", "s3://", "spec.checkpoint.storage.uri: "),
         ("metadata: {name: tiny}", "", "job.yaml: metadata: missing"),
         ("spec:", "spec: [", "job.yaml, line "),
     ],
@@ -110,7 +115,7 @@ def test_a_job_file_and_flags_mean_the_same(tmp_path: pathlib.Path) -> None:
     assert (job.spec.workers, job.spec.processes_per_worker) == (2, 2)
     assert job.command == ("python", "train.py")
     assert job.environment == {"A": "b"}
-    assert job.storage == pathlib.Path("/tmp/somewhere")
+    assert job.storage == "/tmp/somewhere"
     flags = asked.Flags(argv=("python", "train.py"), workers=2, procs=2, name="tiny", storage=job.storage)
     assert asked.ask(flags).record() | {"environment": {"A": "b"}} == job.record()
     assert job.folder == tmp_path / ".lastwords" / "tiny"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
+
+from lastwords.storage import places
 
 # Strict, since 2 is not "2" and not true: what Kubernetes would refuse is refused here too.
 Count = Annotated[int, Field(strict=True)]
@@ -115,15 +117,16 @@ class PersistentVolumeClaim(_Strict):
 
 
 class Storage(_Strict):
-    """Where checkpoints go: file:///path here; other schemes need a cluster."""
+    """Where checkpoints go: file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix."""
 
     uri: str = Field(pattern=r"^[a-z][a-z0-9]*://.+")
     persistent_volume_claim: PersistentVolumeClaim | None = None
 
-    @property
-    def path(self) -> str | None:
-        """Folder of file:// storage; None for any other scheme."""
-        return self.uri.removeprefix("file://") if self.uri.startswith("file://") else None
+    @field_validator("uri")
+    @classmethod
+    def _is_a_place(cls, uri: str) -> str:
+        places.normal(uri)
+        return uri
 
 
 class IntervalModeName(enum.StrEnum):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lastwords.protocol import codec
+from lastwords.storage import places
 from lastwords_operator import api
 from lastwords_operator.core.model import JobSpec
 
@@ -27,7 +28,7 @@ class Flags:
     name: str | None = None
     workers: int | None = None
     procs: int | None = None
-    storage: pathlib.Path | None = None
+    storage: str | None = None
     directory: pathlib.Path | None = None
     save_every: Mapping[str, float] | None = None
     """{"seconds": s} or {"steps": n}."""
@@ -43,7 +44,8 @@ class Asked:
     command: tuple[str, ...]
     cwd: pathlib.Path
     folder: pathlib.Path
-    storage: pathlib.Path
+    storage: str
+    """A folder or a URL, as `places.normal` gives it."""
     namespace: str
     environment: Mapping[str, str]
 
@@ -53,7 +55,7 @@ class Asked:
             "spec": codec.to_plain(self.spec),
             "command": list(self.command),
             "cwd": str(self.cwd),
-            "storage": str(self.storage),
+            "storage": self.storage,
             "namespace": self.namespace,
             "environment": dict(self.environment),
         }
@@ -69,7 +71,7 @@ def ask(flags: Flags) -> Asked:
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
         raise AskedError(f"--name {name!r} must be small letters, digits and '-', and at most 63 characters")
     folder = _folder(flags, name)
-    storage = (flags.storage or folder / "checkpoints").resolve()
+    storage = _place(flags.storage or str(folder / "checkpoints"))
     return _asked(api.FaultTolerantJob.model_validate(_manifest(flags, name, storage)), folder, storage)
 
 
@@ -87,17 +89,10 @@ def _from_file(flags: Flags, path: pathlib.Path) -> Asked:
         raise AskedError(f"cannot read {path}: {reason}") from None
     job = api.load_job(text, str(path))
     folder = _folder(flags, job.metadata.name)
-    place = job.spec.checkpoint.storage.path
-    if flags.storage is None and place is None:
-        uri = job.spec.checkpoint.storage.uri
-        raise AskedError(
-            f"{path}: spec.checkpoint.storage.uri: {uri} needs a cluster; use file:///folder or --storage DIR"
-        )
-    storage = flags.storage.resolve() if flags.storage is not None else pathlib.Path(place or "")
-    return _asked(job, folder, storage)
+    return _asked(job, folder, _place(flags.storage or job.spec.checkpoint.storage.uri))
 
 
-def _asked(job: api.FaultTolerantJob, folder: pathlib.Path, storage: pathlib.Path) -> Asked:
+def _asked(job: api.FaultTolerantJob, folder: pathlib.Path, storage: str) -> Asked:
     trainer = job.spec.workers.template.trainer
     assert trainer is not None, "validated by the model"
     cwd = pathlib.Path(trainer.working_dir or os.curdir).resolve()
@@ -114,11 +109,12 @@ def _asked(job: api.FaultTolerantJob, folder: pathlib.Path, storage: pathlib.Pat
     )
 
 
-def _manifest(flags: Flags, name: str, storage: pathlib.Path) -> dict[str, Any]:
+def _manifest(flags: Flags, name: str, storage: str) -> dict[str, Any]:
     interval = {"mode": "Fixed", **flags.save_every} if flags.save_every else {"mode": "Auto"}
     deadlines = {} if flags.hang_seconds is None else {"trainingFloorSeconds": flags.hang_seconds}
     policy = {} if flags.max_restarts is None else {"maxRestarts": flags.max_restarts}
     trainer = {"name": "trainer", "command": list(flags.argv)}
+    uri = f"file://{storage}" if places.is_folder(storage) else storage
     return {
         "apiVersion": "lastwords.dev/v1alpha1",
         "kind": "FaultTolerantJob",
@@ -129,7 +125,7 @@ def _manifest(flags: Flags, name: str, storage: pathlib.Path) -> dict[str, Any]:
                 "processesPerWorker": flags.procs or 1,
                 "template": {"spec": {"containers": [trainer]}},
             },
-            "checkpoint": {"storage": {"uri": f"file://{storage}"}, "interval": interval},
+            "checkpoint": {"storage": {"uri": uri}, "interval": interval},
             "failurePolicy": policy,
             "deadlines": deadlines,
         },
@@ -138,6 +134,13 @@ def _manifest(flags: Flags, name: str, storage: pathlib.Path) -> dict[str, Any]:
 
 def _folder(flags: Flags, name: str) -> pathlib.Path:
     return (flags.directory or pathlib.Path(".lastwords") / name).resolve()
+
+
+def _place(storage: str) -> str:
+    try:
+        return places.normal(storage)
+    except places.PlaceError as error:
+        raise AskedError(str(error)) from None
 
 
 def _name_of(argv: Sequence[str]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import pathlib
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from lastwords.storage import places
+from lastwords.storage.base import StorageError
 from lastwords_operator.core import decide
 from lastwords_operator.core.model import JobState, JobStatus
 from lastwords_operator.local import attach, inject, outcome, processes
@@ -109,15 +110,15 @@ def _differences(old: Any, new: Any, path: str = "") -> list[tuple[str, str, str
     return [] if old == new else [(path, json.dumps(old), json.dumps(new))]
 
 
-def _check_storage(storage: pathlib.Path) -> None:
+def _check_storage(storage: str) -> None:
     """A job that could never save anything is refused now rather than found out at its first fault."""
-    probe = storage / f".lastwords-probe-{os.getpid()}"
+    probe = f".lastwords-probe-{uuid.uuid4().hex}"
     try:
-        storage.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
-    except OSError as error:
-        raise FolderError(f"cannot write to the storage {storage}: {error.strerror}; name another --storage") from None
+        store = places.open_store(storage)
+        store.write(probe, [b"x"], 1)
+        store.remove(probe)
+    except StorageError as error:
+        raise FolderError(f"cannot write to the storage: {error}; name another --storage") from None
 
 
 def _recipe(folder: JobFolder, wanted: Asked, uid: str, coordinator_lost_seconds: float) -> Recipe:

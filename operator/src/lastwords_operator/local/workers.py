@@ -49,7 +49,7 @@ class Recipe:
     procs: int
     command: tuple[str, ...]
     cwd: pathlib.Path
-    storage: pathlib.Path
+    storage: str
     coordinator_lost_seconds: float
     environment: Mapping[str, str]
     """Added to both; the launcher hands it on to the ranks."""
@@ -64,7 +64,7 @@ class Recipe:
             return line
         line = [sys.executable, "-m", MODULES[kind], "--volume", volume, "--worker", str(worker)]
         line += ["--incarnation", incarnation, "--coordinator", f"unix:{folder.socket}"]
-        line += ["--storage", str(self.storage), "--job-uid", self.job_uid, "--job-name", self.name]
+        line += ["--storage", self.storage, "--job-uid", self.job_uid, "--job-name", self.name]
         line += ["--namespace", self.namespace, "--token-file", str(folder.token_file)]
         line += ["--workers", str(self.workers), "--procs", str(self.procs)]
         line += ["--coordinator-lost-seconds", str(self.coordinator_lost_seconds)]

@@ -25,12 +25,14 @@ from lastwords.agent.offload import Offload
 from lastwords.agent.peers import Peers
 from lastwords.agent.saving import Saver
 from lastwords.agent.settings import Settings
+from lastwords.agent.stored import BlockServer
 from lastwords.agent.volume import Volume
 from lastwords.agent.windows import window
 from lastwords.agent.worker import Worker
 from lastwords.protocol import wire
 from lastwords.protocol.manifest import CheckpointId
 from lastwords.protocol.messages import AgentReport, Hello, Prepared, RestorePlan, RestoreSource, RunState, WorkerOrder
+from lastwords.storage import places
 from lastwords.storage.checkpoints import CheckpointError, JobCheckpoints
 
 log = logging.getLogger("lastwords.agent")
@@ -48,8 +50,9 @@ class Agent:
         self._agent_run = secrets.token_hex(6)
         self._volume = Volume(settings.volume, settings.slots)
         self._worker = Worker(settings, self._volume)
-        self._offload = Offload("lastwords-storage")
+        self._offload = Offload("lastwords-storage", threads=2 if places.is_folder(settings.storage) else 8)
         self._checkpoints = JobCheckpoints.at(settings.storage, settings.namespace, settings.job_name)
+        self._blocks = BlockServer(self._checkpoints, settings.volume)
         self._local = LocalServer(settings.volume, self._on_message, self._on_end)
         self._peers = Peers(settings.token, lambda: self._worker.order.peers if self._worker.order else {})
         self._fetch = FetchServer(self._volume, settings.token, lambda: self._worker.own_ranks, self._changed)
@@ -77,6 +80,7 @@ class Agent:
         self._volume.unpin_all(self._worker.topology.processes_per_worker)
         await self._fetch.start(self._settings.fetch_host)
         await self._local.start()
+        await self._blocks.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
         channel = asyncio.create_task(self._channel.run())
         try:
@@ -96,6 +100,7 @@ class Agent:
             await prepare.cancel(self._prepare_task)
             await self._saver.stop()
             await self._local.stop()
+            await self._blocks.stop()
             await self._peers.stop()
             await self._fetch.stop()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 
-from lastwords.agent import fetching
+from lastwords.agent import fetching, stored
 from lastwords.agent.offload import Offload
 from lastwords.agent.peers import PeerError, Peers
+from lastwords.agent.persist import SLOWEST_BYTES_PER_SECOND
 from lastwords.agent.volume import Record, Volume, parse_record
 from lastwords.protocol import manifest, snapshots, wire
 from lastwords.protocol import volume as names
@@ -152,7 +155,8 @@ class Preparation:
         if found is None:
             raise PrepareError(f"the checkpoint {checkpoint.folder} is not there (any more)")
         try:
-            heads = await self._offload.run(lambda: self._verified(found), VERIFY_SECONDS)
+            heads = await self._offload.run(lambda: self._records(found), VERIFY_SECONDS)
+            await asyncio.gather(*map(functools.partial(self._verify, checkpoint), self._share(found)))
         except CheckpointError as error:
             reason = str(error)
             try:
@@ -160,7 +164,12 @@ class Preparation:
             except StorageError:
                 pass  # a storage that cannot be written: this agent's own list has it
             raise
-        files = tuple(self._stored(checkpoint, part.data) for part in found.parts if part.data is not None)
+        here = self._checkpoints.local_path(checkpoint, manifest.MANIFEST)
+        if here is None:
+            lay_out = functools.partial(stored.lay_out, self._volume.path(names.STORED), self._checkpoints, found)
+            await self._offload.run(lay_out, VERIFY_SECONDS)
+            here = os.path.join(self._volume.path(names.STORED), manifest.MANIFEST)
+        files = tuple(self._data(checkpoint, part.data) for part in found.parts if part.data is not None)
         records = {part.rank: part.record for part in found.parts if part.record is not None}
         final = [rank for rank, provisional in sorted(heads.items()) if not provisional]
         if not final:
@@ -174,35 +183,51 @@ class Preparation:
                 step=self._plan.step,
                 attempt=self._plan.attempt,
                 files=files,
-                chunks_path=self._checkpoints.location(checkpoint, manifest.MANIFEST),
+                chunks_path=here,
                 record=self._stored(checkpoint, own) if own is not None else None,
                 shared_record=self._stored(checkpoint, shared) if shared is not None else None,
             )
         return orders
 
-    def _verified(self, found: Manifest) -> Mapping[int, bool]:
+    def _share(self, found: Manifest) -> list[StoredFile]:
         """
-        Check this worker's share of the data files and all small records; whether each record is provisional.
+        Data files that this worker checks.
 
         The ranks check what they read once more; this is so that a damaged file is known before they start.
         """
-        data = [part.data for part in found.parts if part.data is not None]
-        for file in data[self._worker :: self._topology.workers]:
-            problems = self._checkpoints.verify_file(found.id, file)
-            if problems:
-                raise CheckpointError(problems[0])
+        return [part.data for part in found.parts if part.data is not None][self._worker :: self._topology.workers]
+
+    async def _verify(self, checkpoint: CheckpointId, file: StoredFile) -> None:
+        verify = functools.partial(self._checkpoints.verify_file, checkpoint, file)
+        problems = await self._offload.run(verify, VERIFY_SECONDS + file.nbytes / SLOWEST_BYTES_PER_SECOND)
+        if problems:
+            raise CheckpointError(problems[0])
+
+    def _records(self, found: Manifest) -> Mapping[int, bool]:
+        """Check all small records, and keep them here if the ranks cannot open them; whether each is provisional."""
         heads = {}
         for part in found.parts:
             if part.record is not None:
-                record = parse_record(self._checkpoints.read_file(found.id, part.record))
+                body = self._checkpoints.read_file(found.id, part.record)
+                record = parse_record(body)
                 if record is None:
                     raise CheckpointError(f"{found.id.folder}/{part.record.name}: not a small record")
+                if self._checkpoints.local_path(found.id, part.record.name) is None:
+                    stored.keep(self._volume.path(names.STORED), part.record.name, body)
                 heads[part.rank] = record.head.provisional
         return heads
 
     def _stored(self, checkpoint: CheckpointId, file: StoredFile) -> wire.RestoreFile:
-        path = self._checkpoints.location(checkpoint, file.name)
+        path = self._checkpoints.local_path(checkpoint, file.name)
+        if path is None:
+            path = os.path.join(self._volume.path(names.STORED), file.name)
         return wire.RestoreFile(path=path, blocks=file.blocks, nbytes=file.nbytes)
+
+    def _data(self, checkpoint: CheckpointId, file: StoredFile) -> wire.RestoreFile:
+        found = self._stored(checkpoint, file)
+        if self._checkpoints.local_path(checkpoint, file.name) is not None:
+            return found
+        return dataclasses.replace(found, served=self._checkpoints.path(checkpoint, file.name))
 
 
 async def cancel(task: asyncio.Task[None] | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from lastwords.protocol import environment
 from lastwords.protocol.pieces import Topology
+from lastwords.storage import places
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument("--worker", required=True, type=int, metavar="N", help="number of the worker")
     parser.add_argument("--incarnation", required=True, metavar="S", help="which life of the worker's memory this is")
     parser.add_argument("--coordinator", required=True, metavar="ADDRESS", help="unix:/path or http://host:port")
-    parser.add_argument("--storage", required=True, metavar="DIR", help="folder for checkpoints")
+    parser.add_argument("--storage", required=True, metavar="PLACE", help="folder or URL for checkpoints")
     parser.add_argument("--job-uid", required=True, metavar="UID")
     parser.add_argument("--job-name", required=True, metavar="NAME")
     parser.add_argument("--namespace", required=True, metavar="NS")
@@ -58,6 +59,10 @@ def parse(arguments: Sequence[str]) -> Settings:
     if not given.coordinator.startswith(("unix:", "http://", "https://")):
         parser.error(f"--coordinator must begin with unix: or http://, it is {given.coordinator}")
     try:
+        storage = places.normal(given.storage)
+    except places.PlaceError as error:
+        parser.error(str(error))
+    try:
         with open(given.token_file, encoding="ascii") as file:
             token = file.read().strip()
     except (OSError, ValueError) as error:
@@ -67,7 +72,7 @@ def parse(arguments: Sequence[str]) -> Settings:
         worker=given.worker,
         incarnation=given.incarnation,
         coordinator=given.coordinator,
-        storage=os.path.abspath(given.storage),
+        storage=storage,
         job_uid=given.job_uid,
         job_name=given.job_name,
         namespace=given.namespace,

@@ -10,6 +10,8 @@ Names in a worker's memory volume.
     pins                      u64 per slot and local rank: step + 1 that the agent is reading, 0 = none
     agent.sock                where launcher and ranks find the agent
     neighbour/                records of another worker's ranks, kept by this agent
+    stored/                   of a checkpoint in an object store: its small files, headers of the large ones, and a
+                              socket at which the agent gives the blocks of these
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from __future__ import annotations
 PINS = "pins"
 LAYOUT = "layout.json"
 AGENT_SOCKET = "agent.sock"
+STORED = "stored"
+STORED_SOCKET = "agent.sock"
 COMMIT_AREA_BYTES = 64 * 1024
 RECORD_AREAS = 4
 

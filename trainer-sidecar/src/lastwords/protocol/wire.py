@@ -185,12 +185,14 @@ class Finished:
 class RestoreFile:
     """
     A tensor file to restore from: path in the memory volume or on storage; `blocks` are crc32 of its 8 MiB
-    blocks (empty: nothing to check against). Its entries are named by `Chunk.key`.
+    blocks (empty: nothing to check against). Its entries are named by `Chunk.key`. `served`: its path in an object
+    store; then the file at `path` has only the header, and the agent gives the blocks at a socket beside it.
     """
 
     path: str
     blocks: tuple[int, ...]
     nbytes: int
+    served: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

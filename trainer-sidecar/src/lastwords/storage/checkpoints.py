@@ -32,6 +32,8 @@ from lastwords.storage.streams import Source
 T = TypeVar("T")
 
 REJECTED = "rejected.json"
+_HEADER_GUESS_BYTES = 64 * 1024
+"""Most headers are shorter, and one request is cheaper than two."""
 
 
 class ClaimedError(StorageError):
@@ -62,6 +64,10 @@ class JobCheckpoints:
     def path(self, checkpoint: CheckpointId, file: str) -> str:
         """Path of a file in the store."""
         return f"{self._folder}/{checkpoint.folder}/{file}"
+
+    def owns(self, path: str) -> bool:
+        """Whether a path in the store is one of this job's files."""
+        return path.startswith(f"{self._folder}/")
 
     def location(self, checkpoint: CheckpointId, file: str) -> str:
         """Where a file of a checkpoint is, for people."""
@@ -273,6 +279,16 @@ class JobCheckpoints:
         with self._open(checkpoint, file.name) as reader:
             return reader.read_at(0, reader.nbytes)
 
+    def read_header(self, checkpoint: CheckpointId, file: StoredFile) -> bytes:
+        """The bytes before a data file's first tensor. Raises CheckpointError when there are none."""
+        try:
+            with self._open(checkpoint, file.name) as reader:
+                head = reader.read_at(0, _HEADER_GUESS_BYTES)
+                nbytes = tensorfile.header_bytes(head[:8])
+                return head[:nbytes] if nbytes <= len(head) else reader.read_at(0, nbytes)
+        except tensorfile.TensorFileError as error:
+            raise CheckpointError(f"{checkpoint.folder}/{file.name}: {error}") from None
+
     # -- rejecting and deleting -------------------------------------------------------------------
 
     def reject(self, checkpoint: CheckpointId, reason: str) -> None:
@@ -341,10 +357,8 @@ class JobCheckpoints:
             return []
         where = f"{found.id.folder}/{part.data.name}"
         try:
-            with self._open(found.id, part.data.name) as reader:
-                head = reader.read_at(0, tensorfile.header_bytes(reader.read_at(0, 8)))
-                entries, _ = tensorfile.parse_header(head, reader.nbytes)
-        except (StorageError, tensorfile.TensorFileError) as error:
+            entries, _ = tensorfile.parse_header(self.read_header(found.id, part.data), part.data.nbytes)
+        except (StorageError, CheckpointError, tensorfile.TensorFileError) as error:
             return [f"{where}: {error}"]
         there = {entry.name: (entry.begin, entry.end) for entry in entries}
         wanted = {found.plan.chunks[c.chunk_id].key: (c.begin, c.end) for c in part.chunks}

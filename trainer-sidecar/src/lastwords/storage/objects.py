@@ -84,7 +84,7 @@ class ObjectStore:
 
     def list(self, path: str) -> list[str]:
         """See `base.Store`."""
-        folder = path.strip("./")
+        folder = "" if path == "." else path
         with _translated(f"listing {self.location(path)}"):
             found = obstore.list_with_delimiter(self._client, folder or None)
         names = [*found["common_prefixes"], *(item["path"] for item in found["objects"])]

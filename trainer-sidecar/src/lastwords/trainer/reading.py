@@ -17,7 +17,7 @@ import torch
 from lastwords.protocol import chunks as chunks_
 from lastwords.protocol import snapshots, tensorfile, wire
 from lastwords.protocol.chunks import Chunk
-from lastwords.trainer import copying
+from lastwords.trainer import copying, served
 from lastwords.trainer.collect import Live
 
 
@@ -114,6 +114,9 @@ def fill(targets: Sequence[Live], sources: Mapping[str, Sequence[Source]]) -> No
 
 def _read(file: wire.RestoreFile, parts: Sequence[_Piece]) -> None:
     """One pass over the blocks that hold what is wanted."""
+    if file.served:
+        _read_served(file, parts)
+        return
     block_bytes = snapshots.BLOCK_BYTES
     block = bytearray(block_bytes)
     view = memoryview(block)
@@ -130,14 +133,35 @@ def _read(file: wire.RestoreFile, parts: Sequence[_Piece]) -> None:
             if parts[first].begin >= end:
                 continue
             _read_block(stream.fileno(), view[: end - begin], begin, file.path)
-            if file.blocks and (number >= len(file.blocks) or zlib.crc32(view[: end - begin]) != file.blocks[number]):
-                raise RestoreError(f"{file.path}: block {number} is damaged (its checksum is not the one noted)")
-            for part in parts[first:]:
-                if part.begin >= end:
-                    break
-                lo, hi = max(part.begin, begin), min(part.end, end)
-                if hi > lo:
-                    copying.move_free(part.address + lo - part.begin, address + lo - begin, hi - lo)
+            _check_block(file, number, view[: end - begin])
+            _hand_out(parts[first:], begin, end, address)
+
+
+def _read_served(file: wire.RestoreFile, parts: Sequence[_Piece]) -> None:
+    size = snapshots.BLOCK_BYTES
+    numbers = sorted({n for part in parts for n in range(part.begin // size, -(-part.end // size))})
+    try:
+        for number, view in served.blocks(file, numbers):
+            _check_block(file, number, view)
+            begin = number * size
+            _hand_out(parts, begin, begin + len(view), np.frombuffer(view, dtype=np.uint8).ctypes.data)
+    except served.ServedError as error:
+        raise RestoreError(str(error)) from None
+
+
+def _check_block(file: wire.RestoreFile, number: int, view: memoryview) -> None:
+    if file.blocks and (number >= len(file.blocks) or zlib.crc32(view) != file.blocks[number]):
+        raise RestoreError(f"{file.served or file.path}: block {number} is damaged (its checksum is not the one noted)")
+
+
+def _hand_out(parts: Sequence[_Piece], begin: int, end: int, address: int) -> None:
+    """Copy what the bytes `begin` to `end` of the file, which are at `address`, hold of these pieces."""
+    for part in parts:
+        if part.begin >= end:
+            break
+        lo, hi = max(part.begin, begin), min(part.end, end)
+        if hi > lo:
+            copying.move_free(part.address + lo - part.begin, address + lo - begin, hi - lo)
 
 
 def _read_block(file: int, view: memoryview, offset: int, path: str) -> None:
