@@ -226,11 +226,15 @@ class FakeRank(Peer):
             step = max(control.get(self.block, Word.STEP) - 1, 0)
             self.send(wire.HoldState(hold=message.hold, step=step, odd=False, at_gate=True))
 
-    def boundary(self, step: int) -> None:
+    def foretell(self, step: int) -> None:
+        self.state.write_record(self.rank, step, self.attempt, provisional=True)
+        self.send(wire.RecordWritten(step=step))
+
+    def boundary(self, step: int, *, foretold: bool = False) -> None:
         self.state.write_record(self.rank, step, self.attempt)
         control.put(self.block, Word.STEP, step + 1)
         control.put(self.block, Word.BOUNDARY_NS, time.monotonic_ns())
-        self.send(wire.Boundary(step=step))
+        self.send(wire.Boundary(step=step, foretold=foretold))
 
     def snapshot(
         self, step: int, slot: int, *, persist: bool = True, kind: str = "periodic", finite: bool = True

@@ -203,6 +203,28 @@ async def test_records_of_every_boundary_go_to_the_next_worker_and_outlive_its_a
         assert kept == {(0, 2), (0, 3), (1, 2), (1, 3)}
 
 
+async def test_a_rank_hears_when_its_early_record_is_on_another_worker(tmp_path: pathlib.Path) -> None:
+    async with running(tmp_path, TWO) as world:
+        await world.run_attempt(1)
+        rank = world.ranks[0]
+        rank.foretell(1)
+        await until(lambda: rank.of(wire.RecordKept) == [wire.RecordKept(step=1)], "it is kept")
+        assert [r.head.provisional for r in _kept_of(world, 0)] == [True]
+        rank.boundary(1, foretold=True)
+        rank.foretell(2)
+        await until(lambda: rank.of(wire.RecordKept)[1:] == [wire.RecordKept(step=2)], "the next one is kept")
+        assert [r.head.provisional for r in _kept_of(world, 0)] == [True, True], "what says the same is not sent again"
+        rank.boundary(2)
+        await until(lambda: not all(r.head.provisional for r in _kept_of(world, 0)), "the final record, not foretold")
+
+
+def _kept_of(world: World, rank: int) -> list[agent_volume.Record]:
+    """What the worker 1 keeps of a rank of worker 0."""
+    folder = world.volumes[1].folder / agent_volume.NEIGHBOURS
+    records = [agent_volume.parse_record(path.read_bytes()) for path in sorted(folder.iterdir())]
+    return [record for record in records if record is not None and record.head.rank == rank]
+
+
 async def test_what_agents_give_to_each_other_needs_the_token_of_the_job(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, ONE, lambda world: fill(world, (0,))) as world:
         address = world.coordinator.reports[0].fetch_address

@@ -47,6 +47,8 @@ def test_undisturbed(run: cases.Run, reference: pathlib.Path) -> None:
         ("kill rank=1 at-step=23", "RankKilled"),
         ("kill rank=0 at-step=23", "RankKilled"),
         ("kill launcher worker=1 at-step=23", "LauncherLost"),
+        ("lose worker=1 at-step=23", "WorkerLost"),
+        ("lose worker=0 at-step=23", "WorkerLost"),
     ],
 )
 def test_a_death_loses_no_step(run: cases.Run, reference: pathlib.Path, fault: str, kind: str) -> None:

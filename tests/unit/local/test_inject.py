@@ -23,6 +23,7 @@ from lastwords_operator.local import inject
         (" stop  rank=3  at-step=60 ", inject.Fault(action="stop", target="rank", number=3, at_step=60)),
         ("kill launcher worker=0 at-step=9", inject.Fault(action="kill", target="launcher", number=0, at_step=9)),
         ("kill agent worker=1 at-step=1", inject.Fault(action="kill", target="agent", number=1, at_step=1)),
+        ("lose worker=1 at-step=5", inject.Fault(action="lose", target="worker", number=1, at_step=5)),
     ],
 )
 def test_understood(text: str, fault: inject.Fault) -> None:
@@ -37,7 +38,11 @@ def test_understood(text: str, fault: inject.Fault) -> None:
         ("kill rank=1", "is not understood"),
         ("kill rank=one at-step=3", "is not understood"),
         ("kill worker=1 at-step=3", "is not understood"),
-        ("tickle rank=1 at-step=3", "'tickle' is not one of kill, stop"),
+        ("lose rank=1 at-step=3", "is not understood"),
+        ("lose agent worker=1 at-step=3", "is not understood"),
+        ("kill agent rank=1 at-step=3", "is not understood"),
+        ("lose worker=2 at-step=3", "there is no worker 2; the last one is 1"),
+        ("tickle rank=1 at-step=3", "'tickle' is not one of kill, stop, lose"),
         ("kill rank=4 at-step=3", "there is no rank 4; the last one is 3"),
         ("kill agent worker=2 at-step=3", "there is no worker 2; the last one is 1"),
     ],
@@ -45,6 +50,9 @@ def test_understood(text: str, fault: inject.Fault) -> None:
 def test_refused(text: str, sentence: str) -> None:
     with pytest.raises(inject.InjectError, match=sentence):
         inject.parse(text, workers=2, procs=2)
+
+
+LOST: list[int] = []
 
 
 @pytest.fixture
@@ -65,7 +73,7 @@ def reports(pid: int, step: int | None, state: RankState = RankState.RUNNING) ->
 
 def test_made_once_when_its_step_is_reached(tmp_path: pathlib.Path, victim: subprocess.Popen[bytes]) -> None:
     fault = inject.parse("kill rank=3 at-step=10", 2, 2)
-    injector = inject.Injector([fault], tmp_path / "journal", procs=2)
+    injector = inject.Injector([fault], tmp_path / "journal", 2, LOST.append)
     assert injector.step(reports(victim.pid, None), []) == []
     assert injector.step(reports(victim.pid, 9), []) == []
     assert injector.step(reports(victim.pid, 50, RankState.EXITED), []) == []
@@ -76,14 +84,14 @@ def test_made_once_when_its_step_is_reached(tmp_path: pathlib.Path, victim: subp
 
 def test_not_made_again_by_the_next_coordinator(tmp_path: pathlib.Path, victim: subprocess.Popen[bytes]) -> None:
     fault = inject.parse("stop rank=3 at-step=10", 2, 2)
-    assert inject.Injector([fault], tmp_path / "journal", procs=2).step(reports(victim.pid, 10), [])
-    assert inject.Injector([fault], tmp_path / "journal", procs=2).step(reports(victim.pid, 10), []) == []
+    assert inject.Injector([fault], tmp_path / "journal", 2, LOST.append).step(reports(victim.pid, 10), [])
+    assert inject.Injector([fault], tmp_path / "journal", 2, LOST.append).step(reports(victim.pid, 10), []) == []
 
 
 @pytest.mark.parametrize("target", ["agent", "launcher"])
 def test_containers_are_hit_too(tmp_path: pathlib.Path, victim: subprocess.Popen[bytes], target: str) -> None:
     fault = inject.parse(f"kill {target} worker=1 at-step=10", 2, 2)
-    injector = inject.Injector([fault], tmp_path / "journal", procs=2)
+    injector = inject.Injector([fault], tmp_path / "journal", 2, LOST.append)
     name = AGENT if target == "agent" else TRAINER
     rows = [ports.Containers(worker=1, incarnation="a", pids={name: victim.pid}, starts={name: 1})]
     assert injector.step(reports(0, 12), []) == []

@@ -24,6 +24,11 @@ MOST_TRACEBACK = 8000
 """Letters of a traceback that the status keeps: its end."""
 
 
+_MAY_BE_PART_OF_MORE = (
+    FaultKind.NETWORK, FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.LAUNCHER_LOST,
+)  # fmt: skip
+
+
 def non_finite_again(obs: Observation) -> Fault | None:
     """The state blew up again where an earlier attempt blew up, after a restore from before that step."""
     status = obs.status
@@ -105,9 +110,9 @@ def _refine(draft: Draft) -> None:
     found: Fault | None = fault
     if fault.kind is FaultKind.HANG:
         found = faults.with_culprit(draft.obs, fault)
-    elif fault.kind in (FaultKind.NETWORK, FaultKind.RANK_KILLED, FaultKind.RANK_EXITED):
+    elif fault.kind in _MAY_BE_PART_OF_MORE:
         found = faults.find(draft.obs)
-        worse = found is not None and (fault.kind is FaultKind.NETWORK or found.kind is FaultKind.LAUNCHER_LOST)
+        worse = found is not None and (fault.kind is FaultKind.NETWORK or _contains(found, fault))
         found = found if worse and found is not None and found.kind is not FaultKind.HANG else fault
     if found is None or found == fault:
         return
@@ -121,6 +126,14 @@ def _refine(draft: Draft) -> None:
     )  # fmt: skip
     if (found.kind, found.rank, found.provisional) != (fault.kind, fault.rank, fault.provisional):
         draft.event(found.kind.value, found.message, warning=True, worker=found.worker, rank=found.rank)
+
+
+def _contains(found: Fault, fault: Fault) -> bool:
+    """Whether what was seen first is a part of what is seen now: a rank of a launcher, a launcher of a worker."""
+    order = (FaultKind.LAUNCHER_LOST, FaultKind.WORKER_LOST)
+    if found.kind not in order:
+        return False
+    return fault.kind not in order or (order.index(found.kind) > order.index(fault.kind))
 
 
 def _finish_copy(draft: Draft) -> None:

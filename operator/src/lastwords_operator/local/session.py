@@ -57,7 +57,7 @@ class Session:
         self._sink = FileEvents(folder, self._on_event)
         self._workers = LocalWorkers(folder, recipe, self._poke)
         self._channel = Channel(admit=self._admit, on_change=self._poke)
-        self._injector = inject.Injector(faults, folder.injected_file, spec.processes_per_worker)
+        self._injector = inject.Injector(faults, folder.injected_file, spec.processes_per_worker, self._lose)
         self._tails = [Tail(folder.logs / f"trainer-{worker}.log") for worker in range(spec.workers)]
         self._recipe = recipe
         self._journal = Journal()
@@ -115,6 +115,10 @@ class Session:
         if hello.incarnation != self._workers.incarnation(hello.worker):
             return f"worker {hello.worker} has been replaced"
         return ""
+
+    def _lose(self, worker: int) -> None:
+        incarnation = self._workers.incarnation(worker)
+        self._losing = asyncio.get_running_loop().create_task(self._workers.replace(worker, incarnation))
 
     def _passed(self, seen: Observation, decision: Decision) -> bool:
         """After each pass: make due faults; False once the job is over and its workers have ended."""

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 MODULES = {AGENT: "lastwords.agent", TRAINER: "lastwords.launcher"}
 """What each container runs."""
+INCARNATION = "incarnation"
+"""File in a worker's memory volume."""
 LONG_LIFE_SECONDS = 10.0
 """A container that lived this long is started again without a pause."""
 FIRST_PAUSE_SECONDS = 0.5
@@ -77,6 +79,8 @@ class Recipe:
         values["PYTHONUNBUFFERED"] = "1"
         if kind == TRAINER:
             values.setdefault(environment.MEMORY_LIMIT_BYTES, str(self.memory_limit_bytes))
+            values[environment.WORKERS] = str(self.workers)
+            values[environment.PROCESSES_PER_WORKER] = str(self.procs)
         return values
 
 
@@ -129,6 +133,7 @@ class LocalWorkers:
         self._on_change = on_change
         self._containers: dict[int, dict[str, Container]] = {}
         self._wanted: set[int] = set()
+        self._replacing: set[int] = set()
         self._keeper: asyncio.Task[None] | None = None
         self._poke = asyncio.Event()
 
@@ -136,19 +141,24 @@ class LocalWorkers:
 
     async def ensure(self, worker: int) -> None:
         """Keep the worker's containers running from now on."""
-        if worker not in self._wanted:
+        if worker not in self._wanted and worker not in self._replacing:
             self._wanted.add(worker)
             self._kinds(worker)
             self._poke.set()
 
     async def replace(self, worker: int, incarnation: str) -> None:
         """End this incarnation and drop its memory; the containers that start next are another one."""
-        if incarnation != self.incarnation(worker):
+        if incarnation != self.incarnation(worker) or worker in self._replacing:
             return
+        # A pass that runs meanwhile must not start anything in the memory that goes.
+        self._replacing.add(worker)
         self._wanted.discard(worker)
-        await asyncio.to_thread(processes.kill_all, self._recipe.job_uid, worker)
-        shutil.rmtree(self._folder.volume(worker), ignore_errors=True)
-        self._incarnation_file(worker).unlink(missing_ok=True)
+        try:
+            await asyncio.to_thread(processes.kill_all, self._recipe.job_uid, worker)
+            await asyncio.to_thread(shutil.rmtree, self._folder.volume(worker), ignore_errors=True)
+        finally:
+            self._replacing.discard(worker)
+        self._on_change()
         await self.ensure(worker)
 
     async def end(self, worker: int) -> None:
@@ -198,14 +208,12 @@ class LocalWorkers:
 
     def incarnation(self, worker: int) -> str:
         """Which life of the worker's memory this is; it is made with the volume and goes with it."""
-        path = self._incarnation_file(worker)
+        volume = self._folder.volume(worker)
+        path = volume / INCARNATION
         if not path.exists():
+            volume.mkdir(mode=0o700, parents=True, exist_ok=True)
             replace_file(path, secrets.token_hex(4).encode())
         return path.read_text().strip()
-
-    def _incarnation_file(self, worker: int) -> pathlib.Path:
-        volume = self._folder.volume(worker)
-        return volume.with_name(f"{volume.name}.incarnation")
 
     def _kinds(self, worker: int) -> dict[str, Container]:
         return self._containers.setdefault(worker, {kind: Container(worker, kind) for kind in MODULES})

@@ -23,6 +23,7 @@ from lastwords.agent.local import Connection, LocalServer
 from lastwords.agent.lost import CoordinatorLost
 from lastwords.agent.offload import Offload
 from lastwords.agent.peers import Peers
+from lastwords.agent.ranks import Rank
 from lastwords.agent.saving import Saver
 from lastwords.agent.settings import Settings
 from lastwords.agent.stored import BlockServer
@@ -55,7 +56,7 @@ class Agent:
         self._blocks = BlockServer(self._checkpoints, settings.volume)
         self._local = LocalServer(settings.volume, self._on_message, self._on_end)
         self._peers = Peers(settings.token, lambda: self._worker.order.peers if self._worker.order else {})
-        self._fetch = FetchServer(self._volume, settings.token, lambda: self._worker.own_ranks, self._changed)
+        self._fetch = FetchServer(self._volume, settings.token, lambda: self._worker.own_ranks, self._record_came)
         self._saver = Saver(self._worker, self._checkpoints, self._offload, self._peers, self._changed)
         self._holder = Holder(self._worker)
         self._copies = LiveCopies(self._worker, self._saver.free)
@@ -110,12 +111,21 @@ class Agent:
         self._wake.set()
         self._channel.changed()
 
+    def _record_came(self) -> None:
+        """A neighbour's record, at each of its boundaries: only in a fault does it matter at once."""
+        self._channel.changed(urgent=self._holder.number > 0)
+
     def _on_message(self, connection: Connection, message: Any) -> None:
         rank = self._worker.take(connection, message)
         if isinstance(message, wire.Boundary):
             self._channel.changed(urgent=False)
-            if rank is not None and self._worker.topology.workers > 1:
-                self._push_record(rank.rank, message.step)
+            # What the neighbour has as an early record says the same.
+            if rank is not None and not (message.foretold and rank.early_kept == message.step):
+                self._push_record(rank, message.step)
+            return
+        if isinstance(message, wire.RecordWritten):
+            if rank is not None:
+                self._push_record(rank, message.step)
             return
         if rank is not None and isinstance(message, wire.LiveCopyDone):
             self._copies.answered(rank, message)
@@ -140,13 +150,22 @@ class Agent:
         self._worker.stop_requested = self._worker.stop_requested or "SIGTERM"
         self._changed()
 
-    def _push_record(self, rank: int, step: int) -> None:
+    def _push_record(self, rank: Rank, step: int) -> None:
         worker = self._worker
-        record = self._volume.find_record(range(rank, rank + 1), rank, step, worker.attempt)
+        if worker.topology.workers == 1:
+            return
+        record = self._volume.find_record(range(rank.rank, rank.rank + 1), rank.rank, step, worker.attempt)
         if record is None:
             return
+        attempt = worker.attempt
+
+        def kept() -> None:
+            if record.head.provisional and worker.attempt == attempt:
+                rank.early_kept = step
+                rank.send(wire.RecordKept(step=step))
+
         neighbour = (worker.number + 1) % worker.topology.workers
-        task = asyncio.create_task(self._peers.push_record(neighbour, rank, record.body))
+        task = asyncio.create_task(self._peers.push_record(neighbour, record, kept))
         self._pushes.add(task)
         task.add_done_callback(self._pushes.discard)
 

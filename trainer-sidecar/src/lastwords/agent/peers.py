@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import aiohttp
 
 from lastwords.agent import fetch
-from lastwords.agent.volume import Part
+from lastwords.agent.volume import Part, Record
 from lastwords.protocol import codec, snapshots
 
 log = logging.getLogger("lastwords.agent")
@@ -32,8 +32,8 @@ class Peers:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._addresses = addresses
         self._session: aiohttp.ClientSession | None = None
-        self._pushing: dict[int, bytes] = {}
-        """Rank -> the record that waits while another one is on its way; b"" = none waits."""
+        self._pushing: dict[tuple[int, bool], tuple[bytes, Callable[[], None]] | None] = {}
+        """(Rank, provisional) -> the record that waits while another one is on its way, and whom to tell."""
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -69,34 +69,39 @@ class Peers:
         data, headers = await self._get(worker, f"/v1/records/{rank}/{step}?attempt={attempt}")
         return data, headers.get(fetch.PROVISIONAL) == "1"
 
-    async def push_record(self, worker: int, rank: int, body: bytes) -> None:
+    async def push_record(self, worker: int, record: Record, kept: Callable[[], None]) -> None:
         """
         Give a small record to a neighbour; of those that come while one is on its way only the newest follows.
 
-        A failure is nobody's business: the next boundary tries again.
+        Calls `kept` when it is there. A failure is nobody's business: the next boundary tries again.
         """
-        busy = rank in self._pushing
-        self._pushing[rank] = body
+        lane = (record.head.rank, record.head.provisional)
+        busy = lane in self._pushing
+        self._pushing[lane] = (record.body, kept)
         if busy:
             return
         try:
-            while (body := self._pushing[rank]) != b"":
-                self._pushing[rank] = b""
-                await self._push_once(worker, rank, body)
+            while (waiting := self._pushing[lane]) is not None:
+                self._pushing[lane] = None
+                body, done = waiting
+                if await self._push_once(worker, lane[0], body):
+                    done()
         finally:
-            del self._pushing[rank]
+            del self._pushing[lane]
 
-    async def _push_once(self, worker: int, rank: int, body: bytes) -> None:
+    async def _push_once(self, worker: int, rank: int, body: bytes) -> bool:
         address = self._addresses().get(worker)
         if not address:
-            return
+            return False
         try:
             timeout = aiohttp.ClientTimeout(total=5.0)
             url = f"http://{address}/v1/neighbour/{rank}"
             async with self._client().post(url, data=body, headers=self._headers, timeout=timeout) as response:
                 await response.read()
+                return response.status == 204
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             log.debug("the record of rank %d did not reach worker %d: %s", rank, worker, error)
+            return False
 
     async def _get(
         self, worker: int, path: str, headers: Mapping[str, str] | None = None

@@ -34,12 +34,22 @@ class Rank:
         self.snapshots: dict[int, wire.SnapshotReady] = {}
         """Those that are to be persisted, by step: the last few."""
         self.connections = 0
+        self.pid = 0
+        """As it said itself when it connected; 0 before."""
         self.hold_state: wire.HoldState | None = None
         self.hold_sent: wire.Hold | None = None
         self.welcomed = False
         self.plan_sent = -1
         self.may_exit_sent = False
         self.stack: StackReport | None = None
+        self.early_kept = -1
+        """Newest step whose early record the neighbour has."""
+
+    @property
+    def deserted(self) -> bool:
+        """Whether it lives on after the end of the wrapped command that started it, and with it of torchrun's store."""
+        process = self.process
+        return process is not None and process.alive and process.command_alive is False and not self.through
 
     @property
     def alive(self) -> bool:
@@ -62,6 +72,8 @@ class Rank:
             return "its script ended with an exception"
         if self.through:
             return ""
+        if self.deserted:
+            return "the command that started it ended"
         if self.process is not None and not self.process.alive:
             return "" if self.process.code == 0 else "its process died"
         if self.connected_once and self.connection is None:
@@ -98,7 +110,7 @@ class Rank:
         """How it ended or is about to."""
         told = self.ended.exit if self.ended is not None else None
         process = self.process
-        if process is not None and not process.alive:
+        if process is not None and (not process.alive or (self.deserted and told is None)):
             base = told or ExitReport(traceback=process.log_tail)
             return dataclasses.replace(base, code=process.code, signal=process.signal)
         if told is None and not self.alive and self.launcher_gone and not self.through:
@@ -120,6 +132,12 @@ class Rank:
             return RankState.FINISHED
         return RankState.RUNNING if block is not None and block[Word.STEP] else RankState.STARTING
 
+    def _in_tail(self) -> bool:
+        """Whether its script, or the command around it, goes on after its last step."""
+        if self.process is not None and self.process.command_alive:
+            return True
+        return self.alive and self.ended is None
+
     def report(self, block: Block | None, hold: int) -> RankReport:
         """For the coordinator. `hold`: number of the hold in force, 0 = none."""
         if block is not None and block[Word.ATTEMPT] != self.attempt:
@@ -130,7 +148,7 @@ class Rank:
             rank=self.rank,
             state=state,
             pid=self.process.pid if self.process is not None else 0,
-            in_tail=state is RankState.FINISHED and self.alive and self.ended is None,
+            in_tail=state is RankState.FINISHED and self._in_tail(),
             held=acknowledged and self.alive,
             exit=self.exit_report(),
             stack=self.stack,

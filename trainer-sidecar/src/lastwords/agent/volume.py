@@ -256,12 +256,12 @@ class Volume:
     # -- neighbours' records ----------------------------------------------------------------------
 
     def keep_neighbour(self, body: bytes) -> bool:
-        """Keep a record of another worker's rank, the last two steps of each; False when it is none."""
+        """Keep a record of another worker's rank, the last two steps of each kind; False when it is none."""
         record = parse_record(body)
         if record is None:
             return False
         head = record.head
-        name = f"{head.rank:05d}-{head.step % 2}"
+        name = f"{head.rank:05d}-{names.record_area_index(head.step, provisional=head.provisional)}"
         path = self.path(os.path.join(NEIGHBOURS, name))
         with open(f"{path}.new", "wb") as file:
             file.write(body)

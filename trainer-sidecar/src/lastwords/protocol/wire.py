@@ -23,10 +23,15 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LauncherHello:
-    """A launcher is there. `error`: the command cannot be run at all (not found, not executable)."""
+    """
+    A launcher is there. `error`: the command cannot be run at all (not found, not executable). `wrapped`: the command
+    is run as it is, once per worker; ranks are not started but found (`RanksFound`). `notices`: for the user, by code.
+    """
 
     pid: int
     error: str = ""
+    wrapped: bool = False
+    notices: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class RankProcess:
     signal: int | None = None
     log_tail: str = ""
     """Last lines of its output, when it died."""
+    command_alive: bool | None = None
+    """Of a wrapped command: whether that still runs. `pid` is the command's own until the rank is found."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,10 @@ class Processes:
     attempt: int
     processes: tuple[RankProcess, ...]
     standbys: int = 0
+    cold_reason: str = ""
+    """Why ranks are started as new interpreters rather than forked; "" when they are forked."""
+    store_address: str = ""
+    """Of a wrapped command on worker 0: host:port that is kept free for the attempt's TCPStore."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,11 +77,21 @@ class RunRanks:
     """
     Run the ranks of `attempt`; of older attempts nothing may be left. Idempotent: ranks of this attempt that
     were started once (alive or dead) are not started again. `environment` is added to the ranks' own.
+    `store_address`: a wrapped command has to know it when it starts; without it only worker 0's can start.
     """
 
     attempt: int
     ranks: tuple[int, ...]
     environment: dict[str, str]
+    store_address: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RanksFound:
+    """Ranks of a wrapped command that have connected: process id by rank, for the launcher to watch."""
+
+    attempt: int
+    pids: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,10 +130,25 @@ class LayoutReady:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Boundary:
-    """A boundary was passed; its record is committed."""
+class RecordWritten:
+    """The early record of `step` is committed; the neighbour should have it before others can pass that boundary."""
 
     step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordKept:
+    """The neighbour has the early record of `step`."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """A boundary was passed; its record is committed. `foretold`: the early record said the same of this rank."""
+
+    step: int
+    foretold: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,6 +246,8 @@ class RestoreOrder:
     record: RestoreFile | None = None
     shared_record: RestoreFile | None = None
     """Record of another rank at the same step, for what all ranks share, when `record` is provisional or missing."""
+    other_records: tuple[RestoreFile, ...] = ()
+    """Records of the other ranks, read only where the saved state was cut in another way than this rank's is now."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,9 +317,9 @@ class MayExit:
 KINDS: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        LauncherHello, Processes, StopRequested, RunRanks, StopRanks, EndLauncher,
-        RankHello, LayoutReady, Boundary, SnapshotReady, HoldState, LiveCopyDone, Stacks, ScriptEnded,
-        RankNotice, Finished, Welcome, Hold, Release, CopyLive, DumpStacks, NewPlan, Persisted, MayExit,
+        LauncherHello, Processes, StopRequested, RunRanks, RanksFound, StopRanks, EndLauncher,
+        RankHello, LayoutReady, RecordWritten, Boundary, SnapshotReady, HoldState, LiveCopyDone, Stacks, ScriptEnded,
+        RankNotice, Finished, Welcome, Hold, Release, CopyLive, DumpStacks, NewPlan, Persisted, RecordKept, MayExit,
     )
 }  # fmt: skip
 

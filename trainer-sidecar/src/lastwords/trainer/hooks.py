@@ -50,28 +50,47 @@ class UpdateHooks:
 
 class BackwardHooks:
     """
-    Calls `at_backward` when the first gradient of a backward pass is there.
+    Calls `at_backward` when the first gradient of a backward pass is there, and `at_last` when the last one is.
 
     Hooks on leaves run before the gradient is accumulated, hence before DistributedDataParallel can send it away: a
     pass with one parameter only is seen too, before any other rank has all it needs. Parameters that are unfrozen
-    later are not watched; the pass is then noticed at one of the others, or not at all.
+    later are not watched; the pass is then noticed at one of the others, or not at all. The last one is known by its
+    number in the same pass of the step before.
 
     torch's `register_multi_grad_hook(mode="any")` would say the same, but keeps an entry for every pass for ever; the
     private number of the pass is what it uses too.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], at_backward: Callable[[], None]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], at_backward: Callable[[], None], at_last: Callable[[], None]
+    ) -> None:
         self._at_backward = at_backward
+        self._at_last = at_last
         self._pass = -1
+        self._counts: list[int] = []
+        """Gradients of each pass since the boundary."""
+        self._usual: list[int] = []
+        """The same of the step before."""
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_hook(self._gradient)  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """A boundary."""
+        self._usual, self._counts = self._counts, []
 
     def _gradient(self, _: torch.Tensor) -> None:
         number: int = torch._C._current_graph_task_id()
         if number != self._pass:
             self._pass = number
+            self._counts.append(0)
             self._at_backward()
+        elif not self._counts:
+            return  # a boundary in the middle of a pass: nothing to count
+        self._counts[-1] += 1
+        index = len(self._counts) - 1
+        if index < len(self._usual) and self._counts[index] == self._usual[index]:
+            self._at_last()
 
 
 def _wrap_step(optimizer: Any, hooks: UpdateHooks) -> None:

@@ -13,6 +13,7 @@ from lastwords.trainer import faultpoints, hooks, restoring, slots
 from lastwords.trainer.collect import Collector
 from lastwords.trainer.hoststate import HostStateError
 from lastwords.trainer.live import LiveCopier
+from lastwords.trainer.neighbour import NeighbourRecords
 from lastwords.trainer.parts import Parts, StateError
 from lastwords.trainer.planning import Planner
 from lastwords.trainer.reading import RestoreError, WrongModelError
@@ -53,8 +54,11 @@ class Protected:
         """How many there were in the step before."""
         self._early_ns = 0
         self._watched = hooks.BackwardHooks(
-            (parameter for module in parts.modules.values() for parameter in module.parameters()), self._at_backward
+            (parameter for module in parts.modules.values() for parameter in module.parameters()),
+            self._at_backward,
+            self._at_last_gradient,
         )
+        self._neighbour = NeighbourRecords(session)
         session.on(wire.NewPlan, self._planner.offer)
         session.before_end = self._script_ends
 
@@ -66,7 +70,9 @@ class Protected:
         session.set_phase(Phase("restore"))
         faultpoints.begin("restore")
         try:
-            restored = restoring.restore(order, self._parts, self._collector, session.rank)
+            alone = session.topology.world == 1
+            restored = restoring.restore(order, self._parts, self._collector, session.rank, alone=alone)
+            self._stager.agreement.restored(restored)
             record = self._recorder.build(order.step, 0)
         except WrongModelError as error:
             self._give_up("wrong-model", str(error), fatal=True)
@@ -112,8 +118,13 @@ class Protected:
         self._backwards += 1
         if self._backwards >= self._usual_backwards:
             began = time.monotonic_ns()
-            self._recorder.write_provisional(self.step + 1, self._session.get(Word.GENERATION), early=True)
+            if self._recorder.write_provisional(self.step + 1, self._session.get(Word.GENERATION), early=True):
+                self._neighbour.offer(self.step + 1)
             self._early_ns = time.monotonic_ns() - began
+
+    def _at_last_gradient(self) -> None:
+        """Once this gradient has left, others may pass the boundary."""
+        self._early_ns += self._neighbour.wait()
 
     def _before_update(self) -> None:
         """The first optimizer of the step is about to change the state."""
@@ -135,9 +146,9 @@ class Protected:
         began = time.monotonic_ns()
         faultpoints.begin("boundary")
         self._hooks.reset()
+        self._watched.reset()
         self._usual_backwards, self._backwards = max(1, self._backwards), 0
-        if self._collector.refresh() or not self._layout_number:
-            self._layout_number = self._stager.agreement.begin(self._collector.state.chunks)
+        self._refresh()
         record = self._recorder.build(step, session.get(Word.GENERATION))
         self._recorder.write(step, record)
         self.step = step
@@ -151,12 +162,22 @@ class Protected:
             self._first_boundary = False
             session.put(Word.FIRST_STEP_NS, began)
             session.set_phase(Phase("training"))
-        session.send(wire.Boundary(step=step))
+        session.send(wire.Boundary(step=step, foretold=self._recorder.foretold))
         self._planner.settle(step)
         session.put(Word.PLAN_NUMBER, self._planner.plan.number)
         faultpoints.end("boundary")
         self._snapshot(last)
         self._stalled(time.monotonic_ns() - began, first=True)
+
+    def _refresh(self) -> None:
+        """See whether the layout is another one now."""
+        try:
+            if not self._collector.refresh() and self._layout_number:
+                return
+        except StateError as error:
+            self._give_up("state", str(error), fatal=True)
+            raise
+        self._layout_number = self._stager.agreement.begin(self._collector.state.chunks)
 
     def _snapshot(self, last: bool) -> None:
         plan, requested = self._planner.plan, self._save_requested

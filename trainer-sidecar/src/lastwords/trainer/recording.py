@@ -32,12 +32,15 @@ class _Forecast:
         """Right so far, and that more than by default."""
         return self.right and self.compared > 0
 
-    def compare(self, own: Encoded) -> None:
-        """At the boundary."""
-        if self.said is not None:
-            self.compared += 1
-            self.right = self.right and own.same_as(self.said)
-            self.said = None
+    def compare(self, own: Encoded) -> bool:
+        """At the boundary; whether the record that was written counts."""
+        if self.said is None:
+            return False
+        counted = self.proven
+        self.compared += 1
+        self.right = self.right and own.same_as(self.said)
+        self.said = None
+        return counted and self.right
 
 
 class Recorder:
@@ -54,12 +57,14 @@ class Recorder:
         self._areas = areas
         self._early = _Forecast()
         self._late = _Forecast()
+        self.foretold = False
+        """Whether the early record of the newest boundary counts: it said what the boundary found, as ever before."""
 
     def build(self, step: int, generation: int) -> bytes:
         """The final record of now. Raises HostStateError."""
         own = hoststate.encode_part("own", restoring.own_state(self._parts, self._collector))
         shared = hoststate.encode_part("shared", restoring.shared_state(self._parts, self._collector))
-        self._early.compare(own)
+        self.foretold = self._early.compare(own)
         self._late.compare(own)
         head = RecordHead(step=step, attempt=self._attempt, rank=self._rank, generation=generation)
         return hoststate.build_record(head, own, shared)
@@ -69,13 +74,17 @@ class Recorder:
         if self._areas is not None:
             self._areas.write(step, record, provisional=False)
 
-    def write_provisional(self, step: int, generation: int, *, early: bool) -> None:
-        """When the last backward pass before the boundary of `step` begins (`early`), or before its update."""
+    def write_provisional(self, step: int, generation: int, *, early: bool) -> bool:
+        """
+        When the last backward pass before the boundary of `step` begins (`early`), or before its update.
+
+        Returns whether a record was written that counts.
+        """
         forecast = self._early if early else self._late
         if not forecast.right or self._areas is None:
-            return
+            return False
         if not early and self._early.proven and self._early.said is not None:
-            return  # what stands there says the same
+            return False  # what stands there says the same
         forecast.said = hoststate.encode_part("own", restoring.own_state(self._parts, self._collector))
         head = RecordHead(
             step=step,
@@ -86,3 +95,4 @@ class Recorder:
             exact=forecast.proven,
         )
         self._areas.write(step, hoststate.build_record(head, forecast.said, _NOTHING), provisional=True)
+        return forecast.proven
