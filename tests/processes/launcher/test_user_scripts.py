@@ -101,7 +101,10 @@ def test_a_standby_leaves_no_trace_in_the_script(tmp_path: pathlib.Path, form: s
 
 def test_an_interpreter_that_lacks_lastwords_gets_it_at_the_end_of_its_path(tmp_path: pathlib.Path) -> None:
     (tmp_path / "script.py").write_text("import sys, lastwords; print(sys.path, flush=True)")
-    patch = "import lastwords.launcher.interpreters as i; i._probe = lambda *_: ((3, 11), True, False)"
+    patch = (
+        "import lastwords.launcher.interpreters as i\n"
+        "i._probe = lambda *_: i.Found(python=(3, 11), torch='2.15.0', numpy=True, lastwords=False)"
+    )
     launched = Launched(tmp_path, [sys.executable, "script.py"], procs=1, variables={}, patch=patch)
     agent = FakeAgent(launched.volume)
     try:

@@ -1,7 +1,8 @@
-"""What the launcher makes of the user's command."""
+"""Interpreter forms of the user's command, and what is asked of the interpreter."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from lastwords.launcher import commands, interpreters
 from lastwords.launcher.commands import Kind
+from lastwords.launcher.interpreters import Found
 
 TAKEN = [
     # command, interpreter, flags, kind, target, arguments
@@ -47,11 +49,6 @@ def test_words_give_the_plain_command_back() -> None:
 
 
 REFUSED = [
-    ("", "There is no command"),
-    ("bash run.sh", "not a Python interpreter"),
-    ("accelerate launch train.py", "not a Python interpreter"),
-    ("pythonic x.py", "not a Python interpreter"),
-    ("torchrun --nproc 2 train.py", "give the script directly"),
     ("python", "nothing to run"),
     ("python -u", "nothing to run"),
     ("python -", "runs no script"),
@@ -64,9 +61,40 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "sentence"), REFUSED)
-def test_other_commands_are_refused_with_a_sentence(line: str, sentence: str) -> None:
+def test_interpreters_that_run_no_script_are_refused_with_a_sentence(line: str, sentence: str) -> None:
     with pytest.raises(commands.CommandError, match=sentence):
         commands.parse(line.split())
+
+
+ENV = [
+    # words after `env`, variables, command; None: more than setting and removing
+    ("A=1 B= python x.py C=3", {"A": "1", "B": ""}, "python x.py C=3"),
+    ("-u A --unset=B -uC D=x=y python x.py", {"A": None, "B": None, "C": None, "D": "x=y"}, "python x.py"),
+    ("-- A=1 -odd", {"A": "1"}, "-odd"),
+    ("python x.py", {}, "python x.py"),
+    ("A=1", {"A": "1"}, ""),
+    ("-i python x.py", None, ""),
+    ("-S python x.py", None, ""),
+    ("--chdir=/ python x.py", None, ""),
+]
+
+
+@pytest.mark.parametrize(("line", "variables", "command"), ENV)
+def test_env_is_taken_apart_where_it_only_sets_and_removes(
+    line: str, variables: dict[str, str | None] | None, command: str
+) -> None:
+    prefix = commands.parse_env(["env", *line.split()])
+    if variables is None:
+        assert prefix is None
+    else:
+        assert prefix == commands.Prefix(variables=variables, words=command.split())
+
+
+def test_a_local_rank_is_put_before_the_arguments_only_where_it_was_asked_for() -> None:
+    plain = commands.parse(["python", "a.py", "-x"])
+    assert plain.for_local_rank(1) is plain
+    asked = dataclasses.replace(plain, local_rank_argument=True)
+    assert asked.for_local_rank(1).words() == ["python", "a.py", "--local-rank=1", "-x"]
 
 
 def test_missing_files_are_named_and_what_to_do(tmp_path: pathlib.Path) -> None:
@@ -80,7 +108,7 @@ def test_missing_files_are_named_and_what_to_do(tmp_path: pathlib.Path) -> None:
     for line, sentence in (
         ("python3 missing.py", "There is no file 'missing.py' in"),
         ("python3 folder", "is a folder: name the script in it"),
-        ("python3.99 there.py", "not in any folder of PATH"),
+        ("python3.99 there.py", "not in any folder of PATH, but 'python3' is"),
         ("/nowhere/python there.py", "no such executable file"),
     ):
         with pytest.raises(commands.CommandError, match=sentence):
@@ -117,10 +145,45 @@ def test_a_program_that_only_looks_like_python_is_refused(tmp_path: pathlib.Path
         interpreters.find_runner(command, os.environ, str(tmp_path))
 
 
+def test_without_any_python_on_the_path_the_sentence_says_what_to_do(tmp_path: pathlib.Path) -> None:
+    command = commands.parse(["python", "a.py"])
+    with pytest.raises(commands.CommandError, match="no other Python is. Activate the environment that has torch"):
+        interpreters.check_files(command, str(tmp_path), str(tmp_path))
+
+
+UNUSABLE = [
+    (Found(python=(3, 9), torch="2.15.0", numpy=True, lastwords=True), "is Python 3.9: use 3.10 or newer"),
+    (Found(python=(3, 11), torch=None, numpy=True, lastwords=True), "has no torch: install it there, or name the"),
+    (Found(python=(3, 11), torch="2.5.1+cpu", numpy=True, lastwords=True), r"has torch 2.5.1\+cpu: .* 2.6 or newer"),
+    (Found(python=(3, 11), torch="1.13.1", numpy=True, lastwords=True), "has torch 1.13.1"),
+    (Found(python=(3, 11), torch="2.6.0", numpy=False, lastwords=True), "install numpy there"),
+]
+
+
+@pytest.mark.parametrize(("found", "sentence"), UNUSABLE)
+def test_an_interpreter_that_cannot_run_ranks_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, found: Found, sentence: str
+) -> None:
+    monkeypatch.setattr(interpreters, "_probe", lambda *_: found)
+    with pytest.raises(commands.CommandError, match=sentence):
+        interpreters.find_runner(commands.parse([sys.executable, "-c", "pass"]), os.environ, str(tmp_path))
+
+
+@pytest.mark.parametrize("torch", ["2.6.0", "2.15.0a0+git123", "3.0", ""])
+def test_a_torch_that_is_new_enough_or_does_not_say_is_taken(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, torch: str
+) -> None:
+    found = Found(python=(3, 10), torch=torch, numpy=True, lastwords=True)
+    monkeypatch.setattr(interpreters, "_probe", lambda *_: found)
+    command = commands.parse([sys.executable, "-c", "pass"])
+    assert interpreters.find_runner(command, os.environ, str(tmp_path)).interpreter == sys.executable
+
+
 def test_an_interpreter_without_lastwords_finds_it_last_on_its_path(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreters, "_probe", lambda *_: ((3, 11), True, False))
+    found = Found(python=(3, 11), torch="2.15.0", numpy=True, lastwords=False)
+    monkeypatch.setattr(interpreters, "_probe", lambda *_: found)
     runner = interpreters.find_runner(commands.parse([sys.executable, "-c", "pass"]), os.environ, str(tmp_path))
     assert runner.prefix[1] == "-c"
     assert "sys.path.append(" in runner.prefix[2]

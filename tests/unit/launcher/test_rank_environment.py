@@ -26,6 +26,25 @@ def test_torchs_standard_variables_are_set() -> None:
     assert "GLOO_SOCKET_IFNAME" not in environment
 
 
+def test_a_wrapped_command_gets_torchruns_defaults_and_names_a_rank_only_where_there_is_one() -> None:
+    given = {
+        **_base(PATH="/bin", PET_MAX_RESTARTS="9"),
+        "LASTWORDS_WORKERS": "2",
+        "LASTWORDS_PROCESSES_PER_WORKER": "2",
+    }
+    several = rank_environment.of_wrapped(given, ranks=(2, 3), attempt=4, store_address="10.0.0.1:4000")
+    expected = {
+        "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "10.0.0.1",
+        "PET_MASTER_PORT": "4000", "PET_MAX_RESTARTS": "0", "PET_RDZV_BACKEND": "static", "MASTER_PORT": "4000",
+        "LASTWORDS_WRAPPED": "1", "LASTWORDS_ATTEMPT": "4", "PATH": "/bin",
+    }  # fmt: skip
+    assert expected.items() <= several.items()
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & several.keys()
+    given["LASTWORDS_PROCESSES_PER_WORKER"] = "1"
+    single = rank_environment.of_wrapped(given, ranks=(1,), attempt=4, store_address="10.0.0.1:4000")
+    assert {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "PET_NPROC_PER_NODE": "1"}.items() <= single.items()
+
+
 def test_what_the_user_set_stays() -> None:
     environment = _base(OMP_NUM_THREADS="4", TORCH_NCCL_ASYNC_ERROR_HANDLING="1", TORCH_NCCL_ENABLE_MONITORING="1")
     assert environment["OMP_NUM_THREADS"] == "4"

@@ -27,6 +27,8 @@ def reconcile(worker: Worker) -> None:
         # The agent may have died between its note and the message. Another launcher is never asked: its ranks would be
         # a second start of the same attempt.
         _run(worker, order)
+    if worker.wrapped:
+        _tell_found(worker)
 
 
 def stopping(worker: Worker) -> bool:
@@ -73,7 +75,8 @@ def _welcome(worker: Worker, rank: Rank, order: WorkerOrder, plan: SnapshotPlan)
 
 
 def _run(worker: Worker, order: WorkerOrder) -> None:
-    sent = (order.attempt, worker.launcher)
+    address = order.store_address if worker.wrapped else ""
+    sent = (order.attempt, worker.launcher, address)
     if worker.runs_sent == sent or worker.launcher is None:
         return
     worker.runs_sent = sent
@@ -85,8 +88,19 @@ def _run(worker: Worker, order: WorkerOrder) -> None:
         environment.PROCESSES_PER_WORKER: str(topology.processes_per_worker),
         environment.VOLUME: worker.settings.volume,
     }
-    message = wire.RunRanks(attempt=order.attempt, ranks=tuple(worker.own_ranks), environment=variables)
+    ranks = tuple(worker.own_ranks)
+    message = wire.RunRanks(attempt=order.attempt, ranks=ranks, environment=variables, store_address=address)
     worker.launcher.send(message)
+
+
+def _tell_found(worker: Worker) -> None:
+    """Have the launcher watch ranks that it did not start."""
+    pids = {rank.rank: rank.pid for rank in worker.ranks.values() if rank.pid}
+    sent = (pids, worker.launcher)
+    if not pids or worker.launcher is None or worker.found_sent == sent:
+        return
+    worker.found_sent = sent
+    worker.launcher.send(wire.RanksFound(attempt=worker.attempt, pids=pids))
 
 
 def _stop(worker: Worker, attempt: int, grace_seconds: float) -> None:

@@ -7,8 +7,10 @@ import asyncio
 import os
 import sys
 
-from lastwords.launcher import commands, interpreters
-from lastwords.launcher.launcher import Launcher, Options, Program
+from lastwords.launcher import programs
+from lastwords.launcher.launcher import Launcher, Options
+from lastwords.launcher.torchrun import Size
+from lastwords.protocol import environment
 
 
 def main() -> int:
@@ -33,15 +35,16 @@ def main() -> int:
     )
     os.makedirs(options.volume, mode=0o700, exist_ok=True)
     os.makedirs(options.logs, exist_ok=True)
-    return asyncio.run(Launcher(options, _program(command)).run())
+    program = programs.load(command, os.environ, os.getcwd(), _size())
+    return asyncio.run(Launcher(options, program).run())
 
 
-def _program(words: list[str]) -> Program:
-    try:
-        command = commands.parse(words)
-        return Program(command=command, runner=interpreters.find_runner(command, os.environ, os.getcwd()))
-    except commands.CommandError as error:
-        return Program(error=str(error))
+def _size() -> Size | None:
+    """How large the job is, where whoever started us says so."""
+    workers, processes = (os.environ.get(name, "") for name in (environment.WORKERS, environment.PROCESSES_PER_WORKER))
+    if not (workers.isdigit() and processes.isdigit()):
+        return None
+    return Size(workers=int(workers), processes=int(processes))
 
 
 if __name__ == "__main__":

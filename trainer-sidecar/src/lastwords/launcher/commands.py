@@ -1,8 +1,7 @@
 """
-Understanding the user's command: which interpreter runs what, and with which flags. Pure.
+Taking apart a command line that begins with a Python interpreter, or with `env`. Pure.
 
-Only commands that are a Python interpreter with a script, a module or code are taken: their interpreter can be started
-ahead, and the script runs in it as under plain python.
+An interpreter with a script, a module or code can be started ahead, and the script runs in it as under plain python.
 """
 
 from __future__ import annotations
@@ -41,6 +40,15 @@ class Command:
     kind: Kind
     target: str
     arguments: tuple[str, ...]
+    local_rank_argument: bool = False
+    """`--local-rank=N` comes before the arguments, as torch.distributed.launch has it."""
+
+    def for_local_rank(self, local_rank: int) -> Command:
+        """The command of one rank of a worker."""
+        if not self.local_rank_argument:
+            return self
+        arguments = (f"--local-rank={local_rank}", *self.arguments)
+        return dataclasses.replace(self, arguments=arguments, local_rank_argument=False)
 
     def words(self) -> list[str]:
         """The command as plain python would get it."""
@@ -48,22 +56,47 @@ class Command:
         return [self.interpreter, *self.flags, *dash, self.target, *self.arguments]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """What `env` does before it runs `words`: variables by name, None = removed."""
+
+    variables: dict[str, str | None]
+    words: list[str]
+
+
+def base_name(word: str) -> str:
+    """The last part of a command's first word."""
+    return word.rsplit("/", 1)[-1]
+
+
+def is_interpreter(word: str) -> bool:
+    """Whether a command that begins with `word` is a Python interpreter by its name."""
+    return _INTERPRETER.fullmatch(base_name(word)) is not None
+
+
 def parse(words: Sequence[str]) -> Command:
-    """Take a command apart. Raises CommandError when it is not a Python interpreter that runs something."""
-    if not words:
-        raise CommandError("There is no command: put it after `--`, for example `-- python train.py`.")
-    name = words[0].rsplit("/", 1)[-1]
-    if name == "torchrun":
-        raise CommandError(
-            "torchrun starts and restarts ranks by itself: give the script directly, `python train.py …`; "
-            "Lastwords sets RANK, WORLD_SIZE and the other variables that torchrun sets."
-        )
-    if not _INTERPRETER.fullmatch(name):
-        raise CommandError(
-            f"The command begins with {words[0]!r}, which is not a Python interpreter: only `python script.py …`, "
-            "`python -m module …` and `python -c code …` can be run so far."
-        )
+    """Take apart a command whose first word is an interpreter. Raises CommandError when it runs nothing usable."""
     return _parse_flags(words[0], list(words[1:]))
+
+
+def parse_env(words: Sequence[str]) -> Prefix | None:
+    """Take apart `env NAME=VALUE… COMMAND…`; None when it does more than to set and to remove variables."""
+    variables: dict[str, str | None] = {}
+    rest = list(words[1:])
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name = word.removeprefix("--unset=") if word.startswith("--unset=") else word[2:]
+        if word in ("-u", "--unset") and rest:
+            name = rest.pop(0)
+        elif not (word.startswith("--unset=") or (word.startswith("-u") and name)):
+            return None
+        variables[name] = None
+    while rest and "=" in rest[0]:
+        name, _, value = rest.pop(0).partition("=")
+        variables[name] = value
+    return Prefix(variables=variables, words=rest)
 
 
 def _parse_flags(interpreter: str, rest: list[str]) -> Command:

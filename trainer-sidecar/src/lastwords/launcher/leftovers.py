@@ -38,6 +38,30 @@ def find(marks: Collection[str], keep: Collection[int] = ()) -> list[int]:
     return found
 
 
+def below(ancestor: int, keep: Collection[int] = ()) -> set[int]:
+    """Living processes that descend from `ancestor`; not those in `keep`, nor what is below these."""
+    children: dict[int, list[tuple[int, bool]]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+        except OSError:
+            continue  # gone
+        children.setdefault(int(fields[1]), []).append((int(name), fields[0] not in (b"Z", b"X")))
+    found: set[int] = set()
+    waiting = [ancestor]
+    while waiting:
+        for child, alive in children.get(waiting.pop(), ()):
+            if child not in keep:
+                # A dying process still has its children until the kernel has taken it apart.
+                waiting.append(child)
+                if alive:
+                    found.add(child)
+    return found
+
+
 def kill(process_ids: Collection[int]) -> None:
     """SIGKILL to each that still exists."""
     for process_id in process_ids:

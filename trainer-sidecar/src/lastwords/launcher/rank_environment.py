@@ -61,6 +61,36 @@ def of_rank(
     return result
 
 
+def of_wrapped(given: Mapping[str, str], *, ranks: tuple[int, ...], attempt: int, store_address: str) -> dict[str, str]:
+    """
+    Environment of a wrapped command, which is to make this worker's `ranks` in `attempt`; `given` is from `base`.
+
+    `PET_…` are the defaults of a torchrun in it: that joins the attempt and restarts nothing by itself. Where the
+    worker has one rank only, the command may also be that rank without any torchrun.
+    """
+    host, _, port = store_address.rpartition(":")
+    result = dict(given)
+    if len(ranks) == 1:
+        result = of_rank(given, {}, rank=ranks[0], ranks=ranks, attempt=attempt)
+    result.update(
+        {
+            names.ATTEMPT: str(attempt),
+            names.WRAPPED: "1",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "PET_NNODES": result.get(names.WORKERS, "1"),
+            "PET_NPROC_PER_NODE": str(len(ranks)),
+            "PET_NODE_RANK": result[names.WORKER],
+            "PET_MASTER_ADDR": host,
+            "PET_MASTER_PORT": port,
+            "PET_RDZV_BACKEND": "static",
+            "PET_RDZV_ID": f"lastwords-{attempt}",
+            "PET_MAX_RESTARTS": "0",
+        }
+    )
+    return result
+
+
 def at_load(environment: Mapping[str, str]) -> dict[str, str]:
     """The part of it that only takes effect when a process starts: a standby made with another one is of no use."""
     return {name: value for name, value in environment.items() if name.startswith(_READ_AT_LOAD)}

@@ -16,6 +16,7 @@ from lastwords.trainer.protected import Protected, mode_of
 from lastwords.trainer.unprotected import Unprotected
 
 if TYPE_CHECKING:
+    from lastwords.trainer.session import Session
     from lastwords.trainer.standalone import Standalone
 
 
@@ -40,7 +41,7 @@ class Checkpointer:
 
     def __init__(self, *, mode: str | None = None, storage: str | None = None, **parts: Any) -> None:
         chosen = mode_of(mode)
-        session = session_.current()
+        session = session_.current() or _attached()
         try:
             self._parts = parts_.sort(parts)
             collector = Collector(self._parts)
@@ -134,3 +135,12 @@ class Checkpointer:
             if name in given:
                 return given[name]
         raise AttributeError("no loader was given to the Checkpointer")
+
+
+def _attached() -> Session | None:
+    """The session of a rank below a wrapped command, which no runner has made."""
+    if environment.WRAPPED not in os.environ:
+        return None
+    from lastwords.trainer import attached
+
+    return attached.attach()

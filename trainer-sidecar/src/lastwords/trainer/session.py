@@ -29,8 +29,6 @@ from lastwords.trainer.link import Link
 
 log = logging.getLogger("lastwords")
 
-ADDRESS = "LASTWORDS_ADDRESS"
-"""IP under which other workers reach this one; 127.0.0.1 on one machine."""
 _AGENT_AWAY_SECONDS = 15.0
 _LEAVE_SECONDS = 2.0
 _LEFT = "lastwords/left"
@@ -47,7 +45,7 @@ def current() -> Session | None:
 class Session:
     """What a rank shares with its agent: socket, control block, gate, and on rank 0 the attempt's store."""
 
-    def __init__(self, folder: str, rank: int, attempt: int, store_host: bool) -> None:
+    def __init__(self, folder: str, rank: int, attempt: int, store_host: bool, torch_store: str = "") -> None:
         self.folder = folder
         self.rank = rank
         self.attempt = attempt
@@ -55,9 +53,10 @@ class Session:
         self.block = _map_control(folder, rank)
         control.initialise(self.block, rank=rank, attempt=attempt, pid=os.getpid())
         control.put(self.block, Word.BOUNDARY_NS, time.monotonic_ns())
+        self._torch_store = torch_store
         self._store = self._host_store() if store_host else None
-        address = os.environ.get(ADDRESS, "127.0.0.1")
-        self.store_address = f"{address}:{self._store.port}" if self._store else ""
+        address = os.environ.get(environment.ADDRESS, "127.0.0.1")
+        self.store_address = f"{address}:{self._store.port}" if self._store and not torch_store else ""
         self.gate = Gate(self.block, self.send)
         self.welcome: wire.Welcome | None = None
         self._welcomed = threading.Event()
@@ -72,14 +71,15 @@ class Session:
         self.link = Link(folder, self._greeting, self._handle)
 
     @classmethod
-    def connect(cls, volume: str, rank: int, attempt: int, store_host: bool) -> Session:
+    def connect(cls, volume: str, rank: int, attempt: int, store_host: bool, torch_store: str = "") -> Session:
         """
         Begin the session of this process: host the attempt's store if told so, begin the control block, say hello.
 
+        `torch_store` (host:port): the process group's own store is the attempt's; the agent is told no other.
         Returns at once; the connection is made (and made again) in the background.
         """
         global _current
-        session = cls(volume, rank, attempt, store_host)
+        session = cls(volume, rank, attempt, store_host, torch_store)
         session.link.start()
         _current = session
         return session
@@ -89,6 +89,13 @@ class Session:
         if not self._welcomed.wait(timeout_seconds) or self.welcome is None:
             raise TimeoutError(f"no welcome from the agent within {timeout_seconds} seconds")
         return self.welcome
+
+    def wait_may_exit(self, timeout_seconds: float) -> None:
+        """Block until everything of this rank that can be kept is kept, or the agent has been away for long."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._may_exit.wait(0.05):
+            if time.monotonic() > deadline or self.link.away_seconds() > _AGENT_AWAY_SECONDS:
+                return
 
     def script_ended(self, exit: ExitReport | None, timeout_seconds: float = 60.0) -> bool:
         """
@@ -161,9 +168,10 @@ class Session:
 
     def store_client(self, timeout_seconds: float = 30.0) -> TCPStore:
         """A new connection to the attempt's store: one per thread, since a waiting call blocks its connection."""
-        if self.welcome is None or not self.welcome.store_address:
+        address = self._torch_store or (self.welcome.store_address if self.welcome is not None else "")
+        if not address:
             raise RuntimeError("the attempt's store is not known yet")
-        host, _, port = self.welcome.store_address.rpartition(":")
+        host, _, port = address.rpartition(":")
         timeout = datetime.timedelta(seconds=timeout_seconds)
         return TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
 
@@ -207,7 +215,12 @@ class Session:
     def _host_store(self) -> TCPStore:
         # Waiting calls of ranks that come late must outlast their imports and model construction.
         timeout = datetime.timedelta(minutes=30)
-        return TCPStore(os.environ.get(ADDRESS, "127.0.0.1"), 0, None, True, timeout, wait_for_workers=False)
+        if self._torch_store:
+            host, _, port = self._torch_store.rpartition(":")
+            # Shared with the process group of this process, whichever of the two is made first.
+            return TCPStore(host, int(port), None, True, timeout, wait_for_workers=False, multi_tenant=True)
+        address = os.environ.get(environment.ADDRESS, "127.0.0.1")
+        return TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
 
 
 def _topology() -> Topology:
