@@ -206,10 +206,36 @@ class Launched:
         """Processes that this worker's launchers started and that still live."""
         return leftovers.find([f"{environment.WORKER_UID}={self.uid}"])
 
+    def zygote(self) -> int:
+        """The process that the others were forked from, 0 when there is none."""
+        return min(self._runners("--zygote"), key=lambda pid: _stat(pid, 21), default=0)
+
+    def waiting(self) -> list[int]:
+        """Standbys, and ranks that were forked or started like them."""
+        return [pid for pid in self._runners("--zygote", "--standby") if pid != self.zygote()]
+
+    def _runners(self, *options: str) -> list[int]:
+        # Not the short-lived ones between zygote and launcher.
+        own = [pid for pid in self.left() if _stat(pid, 3) == self.process.pid]
+        return [pid for pid in own if set(_words(pid)) & set(options)]
+
     def kill(self) -> None:
         """SIGKILL to the launcher alone."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+
+def _words(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return []
+
+
+def _stat(pid: int, field: int) -> int:
+    """Field of /proc/<pid>/stat, numbered from 0; of a process that is gone the largest number."""
+    with contextlib.suppress(OSError):
+        return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field - 2])
+    return sys.maxsize
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ def test_a_killed_rank_is_told_with_its_signal_within_milliseconds(tmp_path: pat
     with worker(tmp_path, SLEEP, procs=2) as (launched, agent):
         agent.launcher.send(order(1, 2))
         pids = _sleeping(launched, agent, 1, 2)
-        until(lambda: len(launched.left()) == 8, "all their children run", 5)
-        group = [pid for pid in launched.left() if pid != pids[1] and _group(pid) == pids[1]]
+        until(lambda: len(_of_ranks(launched)) == 8, "all their children run", 5)
+        group = [pid for pid in _of_ranks(launched) if pid != pids[1] and _group(pid) == pids[1]]
         assert len(group) == 1
         began = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_stop_ends_whole_groups_and_what_escaped_from_them(tmp_path: pathlib.Pat
     with worker(tmp_path, SLEEP, procs=2) as (launched, agent):
         agent.launcher.send(order(1, 2))
         pids = _sleeping(launched, agent, 1, 2)
-        before = until(lambda: len(found := launched.left()) == 8 and found, "all their children run", 5)
+        before = until(lambda: len(found := _of_ranks(launched)) == 8 and found, "all their children run", 5)
         os.kill(pids[0], signal.SIGSTOP)  # a stopped rank dies as well
         agent.launcher.send(wire.StopRanks(attempt=1))
         agent.processes(lambda r: all(not p.alive for p in r.processes), "all ranks are dead")
@@ -103,7 +103,7 @@ def test_o22_a_new_attempt_first_kills_whatever_is_left_of_older_ones(tmp_path: 
     with worker(tmp_path, SLEEP, procs=2) as (launched, agent):
         agent.launcher.send(order(1, 2))
         old = _sleeping(launched, agent, 1, 2)
-        before = launched.left()
+        before = _of_ranks(launched)
         os.kill(old[1], signal.SIGKILL)
         agent.launcher.send(order(2, 2))
         new = _sleeping(launched, agent, 2, 2)
@@ -120,7 +120,7 @@ def test_when_the_launcher_is_killed_ranks_and_their_children_die(tmp_path: path
     with worker(tmp_path, SLEEP, procs=2) as (launched, agent):
         agent.launcher.send(order(1, 2))
         _sleeping(launched, agent, 1, 2)
-        until(lambda: len(launched.left()) == 8, "all their children run", 5)
+        until(lambda: len(_of_ranks(launched)) == 8, "all their children run", 5)
         launched.kill()
         until(lambda: not launched.left(), "all its processes die without anybody's help", 5)
 
@@ -254,7 +254,7 @@ def test_a_command_that_cannot_run_is_told_with_a_sentence(tmp_path: pathlib.Pat
 def test_standbys_are_made_after_the_first_step_and_replaced_when_they_die(tmp_path: pathlib.Path) -> None:
     with worker(tmp_path, SLEEP, procs=1) as (launched, agent):
         agent.processes(lambda r: r.standbys == 1, "a standby is ready before anything runs")
-        (standby,) = launched.left()
+        (standby,) = _standbys(launched, set())
         agent.launcher.send(order(1, 1))
         assert _sleeping(launched, agent, 1, 1) == {0: standby}
         assert agent.launcher.of(wire.Processes)[-1].standbys == 0
@@ -266,7 +266,7 @@ def test_standbys_are_made_after_the_first_step_and_replaced_when_they_die(tmp_p
         assert control.is_valid(memoryview((launched.volume / volume.control(0)).read_bytes()))
         (new,) = until(lambda: _standbys(launched, {standby}), "a new one is made", 5)
         agent.processes(lambda r: r.standbys == 1, "it is ready")
-        assert os.getpriority(os.PRIO_PROCESS, new) == 0  # its importing thread was gentle, it is not
+        assert os.getpriority(os.PRIO_PROCESS, new) == 0
         os.kill(new, signal.SIGKILL)
         agent.processes(lambda r: r.standbys == 0, "its death is seen")
         agent.processes(lambda r: r.standbys == 1, "another one is made")
@@ -277,7 +277,7 @@ def test_standbys_are_made_after_the_first_step_and_replaced_when_they_die(tmp_p
 def test_a_standby_that_dies_while_it_becomes_a_rank_is_no_fault(tmp_path: pathlib.Path) -> None:
     with worker(tmp_path, SLEEP, procs=1) as (launched, agent):
         agent.processes(lambda r: r.standbys == 1, "a standby is ready")
-        (standby,) = launched.left()
+        (standby,) = _standbys(launched, set())
         os.kill(standby, signal.SIGSTOP)  # it does not hear its line
         agent.launcher.send(order(1, 1))
         agent.processes(lambda r: [p.pid for p in r.processes] == [standby], "it is told to be rank 0")
@@ -310,12 +310,13 @@ def _group(pid: int) -> int:
         return 0
 
 
+def _of_ranks(launched: Launched) -> list[int]:
+    """What is there because of ranks."""
+    return [pid for pid in launched.left() if pid != launched.zygote()]
+
+
 def _standbys(launched: Launched, others: set[int]) -> set[int]:
-    return {
-        pid
-        for pid in launched.left()
-        if pid not in others and b"--standby" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-    }
+    return set(launched.waiting()) - others
 
 
 def _guards(launched: Launched) -> list[int]:

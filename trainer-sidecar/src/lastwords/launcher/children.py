@@ -115,6 +115,18 @@ class Children:
         child.watch(self._loop, self._collect)
         return child
 
+    def adopt(self, pid: int, on_exit: Callable[[Child], None]) -> Child:
+        """
+        Take a process that came to us because its parent has ended; it leads its own process group.
+
+        Raises ChildProcessError when it is dead and reaped already.
+        """
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        child = Child(pid, on_exit)
+        self._children[pid] = child
+        child.watch(self._loop, self._collect)
+        return child
+
     def alive(self) -> list[Child]:
         """Those that have not been reaped."""
         return list(self._children.values())

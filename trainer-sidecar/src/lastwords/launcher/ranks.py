@@ -9,10 +9,10 @@ import signal
 from collections.abc import Callable, Iterable
 
 from lastwords.launcher import rank_environment
-from lastwords.launcher.children import Child
 from lastwords.launcher.commands import Command
 from lastwords.launcher.output import Console
-from lastwords.launcher.standbys import Standby, Standbys
+from lastwords.launcher.standby import Standby
+from lastwords.launcher.standbys import Standbys
 from lastwords.protocol import control, volume, wire
 from lastwords.protocol.control import Word
 
@@ -34,27 +34,22 @@ class Rank:
     """It was told to end: it is not started again."""
 
     @property
-    def child(self) -> Child | None:
-        """Its process, dead or alive."""
-        return self.standby.child if self.standby else None
-
-    @property
     def alive(self) -> bool:
-        """Whether its process lives."""
-        return self.child is not None and self.child.alive
+        """Whether its process lives, or is still to be born."""
+        return self.standby is not None and self.standby.alive
 
     def gone(self) -> bool:
         """Whether neither it nor anything of its process group is left."""
-        return self.child is None or self.child.gone()
+        return self.standby is None or self.standby.gone()
 
     def process(self) -> wire.RankProcess:
         """As the agent is told."""
-        child = self.child
-        if child is None or self.standby is None:
+        own = self.standby
+        if own is None:
             return wire.RankProcess(rank=self.rank, pid=0, alive=False, code=_CANNOT_START, log_tail=self.error)
-        tail = "" if child.alive else self.standby.stream.tail()
+        tail = "" if own.alive else own.stream.tail()
         return wire.RankProcess(
-            rank=self.rank, pid=child.pid, alive=child.alive, code=child.code, signal=child.signal, log_tail=tail
+            rank=self.rank, pid=own.pid, alive=own.alive, code=own.code, signal=own.signal, log_tail=tail
         )
 
 
@@ -92,7 +87,12 @@ class Ranks:
     def report(self) -> wire.Processes:
         """What the agent is told."""
         processes = tuple(rank.process() for _, rank in sorted(self._ranks.items()))
-        return wire.Processes(attempt=self.attempt, processes=processes, standbys=self._standbys.ready())
+        return wire.Processes(
+            attempt=self.attempt,
+            processes=processes,
+            standbys=self._standbys.ready(),
+            cold_reason=self._standbys.cold_reason,
+        )
 
     def begin(self, attempt: int) -> None:
         """A newer attempt: everything of the older ones dies now."""
@@ -130,8 +130,8 @@ class Ranks:
         elif grace_seconds > 0:
             for rank in concerned:
                 rank.stopped = True
-                if rank.child is not None:
-                    rank.child.signal_group(signal.SIGTERM)
+                if rank.standby is not None:
+                    rank.standby.signal_group(signal.SIGTERM)
         if grace_seconds > 0:
             self._kill_at = now + grace_seconds
             self._kill_timer = self._loop.call_later(grace_seconds, self._kill_now, concerned)
@@ -174,11 +174,11 @@ class Ranks:
             self._on_change()
             return
         rank.standby = standby
-        standby.child.on_exit = lambda _: self._died(rank, standby)
+        standby.on_exit = lambda: self._died(rank, standby)
         standby.stream.on_end = self._tell_from_thread
         path = os.path.join(self._logs, f"rank-{rank.rank}-a{rank.attempt}.log")
         standby.stream.attach(f"rank {rank.rank}", path)
-        command = self._command.for_local_rank(order.ranks.index(rank.rank))
+        command = self._command
         try:
             standby.hand_over(
                 {
@@ -194,11 +194,11 @@ class Ranks:
             )
         except OSError:
             # Dead already, or it never reads: its death is told as usual and starts another one.
-            standby.child.kill()
+            standby.kill()
         self._on_change()
 
     def _died(self, rank: Rank, standby: Standby) -> None:
-        standby.heard()  # it may have confirmed with its last breath
+        standby.hear()  # it may have confirmed with its last breath
         if not standby.taken and not rank.stopped and rank.starts < _STARTS:
             self._start(rank)
         else:
@@ -213,8 +213,8 @@ class Ranks:
 
 def _kill(rank: Rank) -> None:
     rank.stopped = True
-    if rank.child is not None:
-        rank.child.kill()
+    if rank.standby is not None:
+        rank.standby.kill()
 
 
 def _has_stepped(folder: str, rank: int, attempt: int) -> bool:

@@ -1,5 +1,5 @@
 """
-The program inside each rank process: `python -m lastwords.trainer.runner --standby FD --parent PID`.
+The program inside each rank process: `python -m lastwords.trainer.runner (--zygote | --standby) FD --parent PID`.
 
 It loads torch and what is imported late ahead of time, waits until the launcher says over the descriptor which
 rank it is, runs the user's script as `__main__`, and tells the agent how that ended before it leaves.
@@ -9,18 +9,18 @@ Nothing of this shows in the script: its arguments, paths, environment and `__ma
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import os
 import select
-import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from lastwords.trainer import forking
+
 _LOWEST_PRIORITY = 19
 _PREWARM = (
     "torch",
@@ -52,16 +52,20 @@ class Task:
 def main() -> None:
     """Wait for a task, run it, leave."""
     parser = argparse.ArgumentParser(prog="python -m lastwords.trainer.runner")
-    parser.add_argument("--standby", type=int, required=True, metavar="FD")
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--zygote", type=int, metavar="FD", help="load everything, then fork ranks when asked")
+    start.add_argument("--standby", type=int, metavar="FD", help="load everything, then become a rank")
     parser.add_argument("--parent", type=int, required=True, metavar="PID")
     parser.add_argument("--gentle", action="store_true", help="import at the lowest priority")
     options = parser.parse_args()
-    _die_with(options.parent)
+    forking.die_with(options.parent)
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         del sys.path[0]  # ours: the current folder
-    channel = socket.socket(fileno=options.standby)
+    channel = socket.socket(fileno=options.standby if options.zygote is None else options.zygote)
     channel.set_inheritable(False)
-    _prewarm(channel, options.gentle)
+    _prewarm(options.gentle, (lambda: _readable(channel)) if options.zygote is None else (lambda: False))
+    if options.zygote is not None:
+        channel = forking.serve(channel, options.parent)  # returns in forked processes only
     task = _receive(channel)
     _become(task)
 
@@ -71,32 +75,25 @@ def main() -> None:
     rank_main.run(task)
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the launcher dies; the check afterwards is for one that died before."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prewarm(channel: socket.socket, gentle: bool) -> None:
-    """Import ahead of time, until the task is there."""
+def _prewarm(gentle: bool, enough: Callable[[], bool]) -> None:
+    """Import ahead of time, until it is `enough`: the task is there."""
     if not gentle:
-        _import_all(channel)
+        _import_all(enough)
         return
     # A thread has a priority of its own. That of the main thread could not be raised again without privileges.
-    thread = threading.Thread(target=_import_gently, args=(channel,))
+    thread = threading.Thread(target=_import_gently, args=(enough,))
     thread.start()
     thread.join()
 
 
-def _import_gently(channel: socket.socket) -> None:
+def _import_gently(enough: Callable[[], bool]) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-    _import_all(channel)
+    _import_all(enough)
 
 
-def _import_all(channel: socket.socket) -> None:
+def _import_all(enough: Callable[[], bool]) -> None:
     for module in _PREWARM:
-        if _readable(channel):
+        if enough():
             return
         try:
             __import__(module)
@@ -111,14 +108,14 @@ def _readable(channel: socket.socket) -> bool:
 
 def _receive(channel: socket.socket) -> Task:
     """Say that we are ready, and wait for the task; without one there is nothing to do here."""
-    channel.sendall(b"R")
+    channel.sendall(b"ready\n")
     data = b""
     while not data.endswith(b"\n"):
         part = channel.recv(1 << 16)
         if not part:
             os._exit(0)
         data += part
-    channel.sendall(b"T")
+    channel.sendall(b"taken\n")
     channel.close()
     fields: dict[str, Any] = json.loads(data)
     return Task(**fields)
