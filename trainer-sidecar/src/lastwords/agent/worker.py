@@ -38,7 +38,9 @@ class Worker:
         self.notices: dict[tuple[str, int | None], Notice] = {}
         self.prepared: Prepared | None = None
         self.stops_sent: tuple[int, Connection | None] = (0, None)
-        self.runs_sent: tuple[int, Connection | None] = (0, None)
+        self.runs_sent: tuple[int, Connection | None, str] = (0, None, "")
+        """Attempt, to whom, and the store's address that was told with it."""
+        self.found_sent: tuple[dict[int, int], Connection | None] = ({}, None)
         self.stop_answered = False
         """The launcher has said something since it was told to stop the attempt in force."""
         self._begin(self.memory.started_attempt)
@@ -108,14 +110,20 @@ class Worker:
 
     def any_alive(self) -> bool:
         """Whether there is a rank process of any attempt, as far as is known."""
-        listed = self.processes is not None and any(process.alive for process in self.processes.processes)
+        known = self.processes.processes if self.processes is not None else ()
+        listed = any(process.alive or process.command_alive for process in known)
         return listed or self.start_pending() or any(rank.alive for rank in self.ranks.values())
 
     def start_pending(self) -> bool:
         """Whether ranks were ordered from the launcher and it has neither listed nor stopped them yet."""
-        ordered = self.runs_sent == (self.attempt, self.launcher) and self.launcher is not None
+        ordered = self.runs_sent[:2] == (self.attempt, self.launcher) and self.launcher is not None
         listed = self.processes is not None and self.processes.attempt == self.attempt and self.processes.processes
         return ordered and not listed and not self.stop_answered
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether ranks are not started by the launcher, but found in the command's process tree."""
+        return self.launcher_hello is not None and self.launcher_hello.wrapped
 
     def launcher_known(self) -> bool:
         """Whether the launcher that is connected has said what it runs."""
@@ -161,6 +169,8 @@ class Worker:
 
     def _launcher_hello(self, connection: Connection, hello: wire.LauncherHello) -> None:
         self.launcher, self.launcher_hello, self.processes = connection, hello, None
+        for code, text in hello.notices.items():
+            self.notice(code, text)
         other = hello.pid != self.memory.started_by
         for rank in self.ranks.values():
             rank.launcher_gone = other
@@ -170,18 +180,19 @@ class Worker:
 
     def _take_processes(self, message: wire.Processes) -> None:
         self.processes = message
+        if message.cold_reason:
+            self.notice("cold-starts", f"ranks are started as new interpreters, not forked: {message.cold_reason}")
         self.stop_answered = self.stops_sent[1] is self.launcher and self.stops_sent[0] >= self.attempt
         if message.attempt > self.attempt:
             log.warning("the launcher runs attempt %d, which is not known here", message.attempt)
             self.start_attempt(message.attempt)
         if message.attempt == self.attempt:
+            self.store_address = message.store_address or self.store_address
             for process in message.processes:
                 rank = self.ranks.get(process.rank)
                 if rank is not None:
                     rank.process = process
 
-        if message.cold_reason:
-            self.notice("cold-starts", f"ranks are started as new interpreters, not forked: {message.cold_reason}")
     def _rank_hello(self, connection: Connection, hello: wire.RankHello) -> Rank | None:
         if hello.attempt > self.attempt:
             self.start_attempt(hello.attempt)
@@ -190,6 +201,14 @@ class Worker:
             log.warning("rank %d of attempt %d is not served: attempt %d is in force", hello.rank, hello.attempt,
                         self.attempt)  # fmt: skip
             return None
+        if self.wrapped and rank.pid not in (0, hello.pid):
+            text = (
+                f"The command started a second training process for rank {rank.rank} (process {hello.pid} after "
+                f"{rank.pid}): in one job its command may run one script with a Checkpointer. Make each a job."
+            )
+            self.notice("second-process", text, rank=rank.rank, fatal=True)
+            return None
+        rank.pid = hello.pid
         rank.connect(connection)
         if hello.store_address:
             self.store_address = hello.store_address

@@ -17,14 +17,14 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from lastwords.launcher import leftovers, rank_environment
+from lastwords.launcher import leftovers, programs, rank_environment
 from lastwords.launcher.agent_link import AgentLink
 from lastwords.launcher.children import Child, Children
-from lastwords.launcher.commands import Command
-from lastwords.launcher.interpreters import Runner
 from lastwords.launcher.output import Console, Output
+from lastwords.launcher.programs import Program
 from lastwords.launcher.ranks import Ranks
 from lastwords.launcher.standbys import Standbys
+from lastwords.launcher.wrapped import WrappedCommand
 from lastwords.protocol import environment as names
 from lastwords.protocol import wire
 
@@ -51,15 +51,6 @@ class Options:
     logs: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """What ranks run. `error`: why they cannot; the others are None then."""
-
-    command: Command | None = None
-    runner: Runner | None = None
-    error: str = ""
-
-
 class Launcher:
     """One per process. `run` is its life; its result is the exit code."""
 
@@ -68,7 +59,11 @@ class Launcher:
         self._program = program
         self._mark = f"{os.getpid()}-{secrets.token_hex(6)}"
         self._common = rank_environment.base(
-            os.environ, uid=options.uid, launcher=self._mark, worker=options.worker, volume=options.volume
+            programs.with_variables(os.environ, program.variables),
+            uid=options.uid,
+            launcher=self._mark,
+            worker=options.worker,
+            volume=options.volume,
         )
         self._parent = os.getppid()
         self._stop_reason = ""
@@ -77,7 +72,7 @@ class Launcher:
         self._worker_task: asyncio.Task[None] | None = None
         self._refill_task: asyncio.Task[None] | None = None
         self._standbys: Standbys | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: Ranks | WrappedCommand | None = None
         self._guard: Child | None = None
         self._guard_pipe = -1
 
@@ -110,6 +105,17 @@ class Launcher:
 
     def _prepare(self) -> None:
         program = self._program
+        if program.wrapped is not None:
+            self._ranks = WrappedCommand(
+                self._children,
+                self._output,
+                self._console,
+                program.wrapped,
+                self._options.logs,
+                self._report,
+                keep=lambda: {self._guard.pid} if self._guard is not None else set(),
+            )
+            return
         if program.runner is None or program.command is None:
             self._console.say(program.error)
             return
@@ -186,17 +192,23 @@ class Launcher:
         marks = (f"{names.WORKER_UID}={self._options.uid}", f"{names.LAUNCHER}=")
         told = False
         while True:
+            await self._until_standbys_are_known()
             found = leftovers.find(marks, self._standbys.process_ids() if self._standbys is not None else ())
             if not found:
                 return
             if not told:
                 self._console.say(f"killing processes that were left over: {', '.join(map(str, found))}")
                 told = True
-            await self._until_standbys_are_known()
             leftovers.kill(found)
             if asyncio.get_running_loop().time() > deadline:
                 self._console.say(f"processes that do not die: {', '.join(map(str, found))}")
                 return
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _until_standbys_are_known(self) -> None:
+        """One that is just being forked has the marks, but no number yet."""
+        deadline = asyncio.get_running_loop().time() + _BIRTH_SECONDS
+        while self._standbys is not None and self._standbys.unborn() and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
 
     # --- signals ------------------------------------------------------------------------------------
@@ -205,12 +217,6 @@ class Launcher:
         name = signal.Signals(number).name
         if self._stop_reason:
             self._console.say(f"{name} again: ending now")
-    async def _until_standbys_are_known(self) -> None:
-        """One that is just being forked has the marks, but no number yet."""
-        deadline = asyncio.get_running_loop().time() + _BIRTH_SECONDS
-        while self._standbys is not None and self._standbys.unborn() and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
-
             self._finish(_TERMINATED)
             return
         self._stop_reason = name
@@ -235,7 +241,10 @@ class Launcher:
     # --- the agent ----------------------------------------------------------------------------------
 
     def _greeting(self) -> Iterator[Any]:
-        yield wire.LauncherHello(pid=os.getpid(), error=self._program.error)
+        program = self._program
+        yield wire.LauncherHello(
+            pid=os.getpid(), error=program.error, wrapped=program.wrapped is not None, notices=program.notices
+        )
         yield self._processes()
         if self._stop_reason:
             yield wire.StopRequested(reason=self._stop_reason)
@@ -257,8 +266,10 @@ class Launcher:
             self._take_run(message, self._ranks)
         elif isinstance(message, wire.StopRanks):
             self._take_stop(message, self._ranks)
+        elif isinstance(message, wire.RanksFound) and isinstance(self._ranks, WrappedCommand):
+            self._ranks.find(message)
 
-    def _take_run(self, order: wire.RunRanks, ranks: Ranks) -> None:
+    def _take_run(self, order: wire.RunRanks, ranks: Ranks | WrappedCommand) -> None:
         if order.attempt < ranks.attempt:
             self._report()
             return
@@ -270,7 +281,7 @@ class Launcher:
         else:
             self._report()
 
-    def _take_stop(self, order: wire.StopRanks, ranks: Ranks) -> None:
+    def _take_stop(self, order: wire.StopRanks, ranks: Ranks | WrappedCommand) -> None:
         if self._run_order is not None and self._run_order.attempt <= order.attempt:
             self._run_order = None
         ranks.stop(order.attempt, order.grace_seconds)
@@ -313,7 +324,11 @@ class Launcher:
             else:
                 await asyncio.sleep(_POLL_SECONDS)
 
-    def _start(self, order: wire.RunRanks, ranks: Ranks) -> None:
+    def _start(self, order: wire.RunRanks, ranks: Ranks | WrappedCommand) -> None:
+        if isinstance(ranks, WrappedCommand):
+            ranks.start(order, self._common)
+            self._report()
+            return
         assert self._standbys is not None
         self._standbys.keep(0, gentle=True)
         ranks.start(order, self._common)

@@ -178,7 +178,7 @@ class Ranks:
         standby.stream.on_end = self._tell_from_thread
         path = os.path.join(self._logs, f"rank-{rank.rank}-a{rank.attempt}.log")
         standby.stream.attach(f"rank {rank.rank}", path)
-        command = self._command
+        command = self._command.for_local_rank(order.ranks.index(rank.rank))
         try:
             standby.hand_over(
                 {
