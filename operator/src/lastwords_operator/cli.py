@@ -86,6 +86,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument("--storage", metavar="PLACE", help="for checkpoints: folder or s3://… (default: in --dir)")
     one.add_argument("--memory-dir", type=pathlib.Path, metavar="DIR", help="tmpfs for snapshots (default /dev/shm)")
     one.add_argument("--save-every", type=_interval, metavar="30s|200steps", help="fixed interval (default: chosen)")
+    one.add_argument(
+        "--replicas", type=_count, metavar="N", help="other workers that keep each snapshot too (default 0)"
+    )
     one.add_argument("--max-restarts", type=_count, metavar="N", help="restarts before the job fails (default 10)")
     one.add_argument(
         "--hang-seconds", type=_seconds, metavar="S", help="no step may take longer, unless it did before (default 30)"
@@ -143,6 +146,7 @@ def _run(options: argparse.Namespace) -> int:
         storage=options.storage,
         directory=options.dir,
         save_every=options.save_every,
+        replicas=options.replicas,
         max_restarts=options.max_restarts,
         hang_seconds=options.hang_seconds,
     )

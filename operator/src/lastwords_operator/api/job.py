@@ -172,6 +172,8 @@ class CheckpointSpec(_Strict):
     storage: Storage
     interval: IntervalSpec = IntervalSpec()
     retention: Retention = Retention()
+    replicas: Count = Field(default=0, ge=0, le=8)
+    """Other workers that keep each snapshot too, for state of which no other worker holds a copy."""
     resume_from: ResumeFrom = ResumeFrom.NEWEST
 
 
@@ -256,6 +258,16 @@ class JobSpecModel(_Strict):
     deadlines: DeadlinesSpec = DeadlinesSpec()
     suspend: Annotated[bool, Field(strict=True)] = False
     managed_by: str | None = None
+
+    @model_validator(mode="after")
+    def _replicas_have_room(self) -> JobSpecModel:
+        replicas, workers = self.checkpoint.replicas, self.workers.replicas
+        if replicas >= workers:
+            raise ValueError(
+                f"checkpoint.replicas is {replicas}, but {workers} workers have only {workers - 1} others to keep a "
+                f"snapshot; set it to {workers - 1} or less"
+            )
+        return self
 
 
 class FaultTolerantJob(_Strict):

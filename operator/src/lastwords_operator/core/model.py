@@ -107,6 +107,8 @@ class JobSpec:
     processes_per_worker: int
     interval: Interval = Interval()
     keep_last: int = 3
+    replicas: int = 0
+    """Other workers that keep each snapshot of a worker."""
     last_words: bool = True
     last_words_timeout: float = 60.0
     policy: FailurePolicy = FailurePolicy()

@@ -32,6 +32,7 @@ class Flags:
     directory: pathlib.Path | None = None
     save_every: Mapping[str, float] | None = None
     """{"seconds": s} or {"steps": n}."""
+    replicas: int | None = None
     max_restarts: int | None = None
     hang_seconds: float | None = None
 
@@ -77,8 +78,9 @@ def ask(flags: Flags) -> Asked:
 
 def _from_file(flags: Flags, path: pathlib.Path) -> Asked:
     given: list[tuple[str, object]] = [("--workers", flags.workers), ("--procs", flags.procs), ("--name", flags.name)]
-    given += [("--save-every", flags.save_every), ("--max-restarts", flags.max_restarts)]
-    given += [("--hang-seconds", flags.hang_seconds), ("a command", flags.argv or None)]
+    given += [("--save-every", flags.save_every), ("--replicas", flags.replicas)]
+    given += [("--max-restarts", flags.max_restarts), ("--hang-seconds", flags.hang_seconds)]
+    given += [("a command", flags.argv or None)]
     both = [name for name, value in given if value is not None]
     if both:
         raise AskedError(f"{both[0]} and -f do not go together: write it into {path}")
@@ -125,7 +127,7 @@ def _manifest(flags: Flags, name: str, storage: str) -> dict[str, Any]:
                 "processesPerWorker": flags.procs or 1,
                 "template": {"spec": {"containers": [trainer]}},
             },
-            "checkpoint": {"storage": {"uri": uri}, "interval": interval},
+            "checkpoint": {"storage": {"uri": uri}, "interval": interval, "replicas": flags.replicas or 0},
             "failurePolicy": policy,
             "deadlines": deadlines,
         },

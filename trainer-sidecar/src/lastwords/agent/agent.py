@@ -24,6 +24,7 @@ from lastwords.agent.lost import CoordinatorLost
 from lastwords.agent.offload import Offload
 from lastwords.agent.peers import Peers
 from lastwords.agent.ranks import Rank
+from lastwords.agent.replicas import ReplicaKeeper, ReplicaSender
 from lastwords.agent.saving import Saver
 from lastwords.agent.settings import Settings
 from lastwords.agent.stored import BlockServer
@@ -56,7 +57,14 @@ class Agent:
         self._blocks = BlockServer(self._checkpoints, settings.volume)
         self._local = LocalServer(settings.volume, self._on_message, self._on_end)
         self._peers = Peers(settings.token, lambda: self._worker.order.peers if self._worker.order else {})
-        self._fetch = FetchServer(self._volume, settings.token, lambda: self._worker.own_ranks, self._record_came)
+        self._replicas = ReplicaSender(self._worker, self._volume, self._peers)
+        self._fetch = FetchServer(
+            self._volume,
+            settings.token,
+            lambda: self._worker.kept_ranks,
+            self._record_came,
+            ReplicaKeeper(self._volume, self._peers).keep,
+        )
         self._saver = Saver(self._worker, self._checkpoints, self._offload, self._peers, self._changed)
         self._holder = Holder(self._worker)
         self._copies = LiveCopies(self._worker, self._saver.free)
@@ -100,6 +108,7 @@ class Agent:
             await asyncio.gather(channel, return_exceptions=True)
             await prepare.cancel(self._prepare_task)
             await self._saver.stop()
+            await self._replicas.stop()
             await self._local.stop()
             await self._blocks.stop()
             await self._peers.stop()
@@ -127,6 +136,8 @@ class Agent:
             if rank is not None:
                 self._push_record(rank, message.step)
             return
+        if rank is not None and isinstance(message, wire.SnapshotReady):
+            self._replicas.ready(rank, message)
         if rank is not None and isinstance(message, wire.LiveCopyDone):
             self._copies.answered(rank, message)
         if rank is not None and isinstance(message, wire.Stacks):

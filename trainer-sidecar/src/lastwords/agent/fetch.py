@@ -8,28 +8,38 @@ It also takes the small records of one neighbour, so that the loss of a whole wo
     GET  /v1/parts/{slot}/{rank}?sequence=Q           bytes of a part (Range), 409 when it has changed
     GET  /v1/records/{rank}/{step}?attempt=A          a small record; header X-Lastwords-Provisional
     POST /v1/neighbour/{rank}                         a small record to keep
+    POST /v1/replica/{worker}                         a part of that worker to get and keep; answered when it is here
 """
 
 from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
+from lastwords.agent.peers import PROVISIONAL, PeerError
 from lastwords.agent.volume import Part, Volume
 from lastwords.protocol import codec, snapshots
 from lastwords.protocol import volume as names
 
-PROVISIONAL = "X-Lastwords-Provisional"
 _MAX_RECORD_BYTES = 256 * 1024 * 1024
 
 
 class FetchServer:
-    """Serves `volume` to whoever knows the job's token. `ranks()`: those of this worker."""
+    """Serves `volume` to whoever knows the job's token. `ranks()`: those whose parts may be here."""
 
-    def __init__(self, volume: Volume, token: str, ranks: Callable[[], range], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        volume: Volume,
+        token: str,
+        ranks: Callable[[], Sequence[int]],
+        on_change: Callable[[], None],
+        keep: Callable[[int, Part], Awaitable[None]],
+    ) -> None:
+        """`keep(worker, part)` gets a replica."""
+        self._keep = keep
         self._volume = volume
         self._token = f"Bearer {token}"
         self._ranks = ranks
@@ -47,6 +57,7 @@ class FetchServer:
                 web.get("/v1/parts/{slot:\\d+}/{rank:\\d+}", self._part),
                 web.get("/v1/records/{rank:\\d+}/{step:\\d+}", self._record),
                 web.post("/v1/neighbour/{rank:\\d+}", self._neighbour),
+                web.post("/v1/replica/{worker:\\d+}", self._replica),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
@@ -119,6 +130,17 @@ class FetchServer:
     async def _neighbour(self, request: web.Request) -> web.Response:
         if not self._volume.keep_neighbour(await request.read()):
             raise web.HTTPBadRequest(text="not a small record")
+        self._on_change()
+        return web.Response(status=204)
+
+    async def _replica(self, request: web.Request) -> web.Response:
+        try:
+            part = codec.loads(Part, await request.read())
+            await self._keep(int(request.match_info["worker"]), part)
+        except codec.DecodeError:
+            raise web.HTTPBadRequest(text="not a part") from None
+        except (PeerError, OSError) as error:
+            raise web.HTTPConflict(text=str(error)) from None
         self._on_change()
         return web.Response(status=204)
 

@@ -37,8 +37,8 @@ class PartFetch:
         moves = self._moves(table, remote, target)
         slot = self._choose_slot(rank, step)
         total = max((end for _, end in target.values()), default=len(header))
-        self._invalidate(slot, rank)
-        file = _allocated(self._volume.path(names.part(slot, rank)), total)
+        invalidate(self._volume, slot, rank)
+        file = allocated(self._volume.path(names.part(slot, rank)), total)
         try:
             os.pwrite(file, header, 0)
             for part, wanted in moves:
@@ -47,7 +47,7 @@ class PartFetch:
         finally:
             os.close(file)
         if record is not None:
-            self._write_area(names.part_rank_record(slot, rank), record)
+            write_area(self._volume, names.part_rank_record(slot, rank), record)
         commit = SlotRecord(
             step=step,
             attempt=attempt,
@@ -57,7 +57,7 @@ class PartFetch:
             blocks=sums,
             finite=all(part.record.finite for part in remote),
         )
-        self._write_area(names.part_commit(slot, rank), codec.dumps(commit), names.COMMIT_AREA_BYTES)
+        write_area(self._volume, names.part_commit(slot, rank), codec.dumps(commit), names.COMMIT_AREA_BYTES)
         part_here = self._volume.part(slot, rank)
         assert part_here is not None
         return part_here
@@ -113,28 +113,31 @@ class PartFetch:
 
         return min(range(self._volume.slots), key=worth)
 
-    def _invalidate(self, slot: int, rank: int) -> None:
-        """Nobody takes the part for READY while it is written."""
-        file = _allocated(self._volume.path(names.part_commit(slot, rank)), names.COMMIT_AREA_BYTES)
-        try:
-            with mmap.mmap(file, names.COMMIT_AREA_BYTES) as mapped, memoryview(mapped) as view:
-                areas.invalidate(view)
-        finally:
-            os.close(file)
 
-    def _write_area(self, name: str, body: bytes, size: int = 0) -> None:
-        path = self._volume.path(name)
-        have = os.stat(path).st_size if os.path.exists(path) else 0
-        need = size or max(have, -(-2 * (areas.HEADER_BYTES + len(body)) // mmap.PAGESIZE) * mmap.PAGESIZE)
-        file = _allocated(path, need)
-        try:
-            with mmap.mmap(file, need) as mapped, memoryview(mapped) as view:
-                areas.commit(view, body)
-        finally:
-            os.close(file)
+def invalidate(volume: Volume, slot: int, rank: int) -> None:
+    """Nobody takes the part for READY while it is written."""
+    file = allocated(volume.path(names.part_commit(slot, rank)), names.COMMIT_AREA_BYTES)
+    try:
+        with mmap.mmap(file, names.COMMIT_AREA_BYTES) as mapped, memoryview(mapped) as view:
+            areas.invalidate(view)
+    finally:
+        os.close(file)
 
 
-def _allocated(path: str, nbytes: int) -> int:
+def write_area(volume: Volume, name: str, body: bytes, size: int = 0) -> None:
+    """Commit `body` to a file that is one area; `size` 0: as large as it needs, with room to grow."""
+    path = volume.path(name)
+    have = os.stat(path).st_size if os.path.exists(path) else 0
+    need = size or max(have, -(-2 * (areas.HEADER_BYTES + len(body)) // mmap.PAGESIZE) * mmap.PAGESIZE)
+    file = allocated(path, need)
+    try:
+        with mmap.mmap(file, need) as mapped, memoryview(mapped) as view:
+            areas.commit(view, body)
+    finally:
+        os.close(file)
+
+
+def allocated(path: str, nbytes: int) -> int:
     """The file with all its pages, so that a full volume is an error here and not a SIGBUS later."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -10,14 +10,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import aiohttp
 
-from lastwords.agent import fetch
 from lastwords.agent.volume import Part, Record
 from lastwords.protocol import codec, snapshots
 
 log = logging.getLogger("lastwords.agent")
 
+PROVISIONAL = "X-Lastwords-Provisional"
+"""Header of a small record."""
 PATIENCE_SECONDS = 15.0
 """How long an agent that does not answer is asked again: it may be starting."""
+REPLICA_SECONDS = 60.0
+"""How long another worker may take to get a part."""
 _PAUSE_SECONDS = 0.1
 
 
@@ -67,7 +70,7 @@ class Peers:
     async def record(self, worker: int, rank: int, step: int, attempt: int) -> tuple[bytes, bool]:
         """A small record and whether it is provisional."""
         data, headers = await self._get(worker, f"/v1/records/{rank}/{step}?attempt={attempt}")
-        return data, headers.get(fetch.PROVISIONAL) == "1"
+        return data, headers.get(PROVISIONAL) == "1"
 
     async def push_record(self, worker: int, record: Record, kept: Callable[[], None]) -> None:
         """
@@ -102,6 +105,22 @@ class Peers:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             log.debug("the record of rank %d did not reach worker %d: %s", rank, worker, error)
             return False
+
+    async def replicate(self, worker: int, owner: int, part: Part) -> None:
+        """Have `worker` get and keep a part of `owner`, this worker. Raises PeerError."""
+        address = self._addresses().get(worker)
+        if not address:
+            raise PeerError(f"the address of worker {worker} is not known")
+        timeout = aiohttp.ClientTimeout(total=REPLICA_SECONDS, sock_connect=2.0)
+        url = f"http://{address}/v1/replica/{owner}"
+        try:
+            body = codec.dumps(part)
+            async with self._client().post(url, data=body, headers=self._headers, timeout=timeout) as response:
+                text = await response.text()
+                if response.status != 204:
+                    raise PeerError(f"worker {worker}: {text[:200]}")
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise PeerError(f"worker {worker} does not answer: {error!r}") from None
 
     async def _get(
         self, worker: int, path: str, headers: Mapping[str, str] | None = None

@@ -186,6 +186,7 @@ class Preparation:
                 chunks_path=here,
                 record=self._stored(checkpoint, own) if own is not None else None,
                 shared_record=self._stored(checkpoint, shared) if shared is not None else None,
+                other_records=tuple(self._stored(checkpoint, file) for other, file in records.items() if other != rank),
             )
         return orders
 

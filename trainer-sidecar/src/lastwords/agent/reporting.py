@@ -19,7 +19,7 @@ def build(
 ) -> AgentReport:
     """The newest report."""
     order, volume, memory = worker.order, worker.volume, worker.memory
-    own = worker.own_ranks
+    kept = worker.kept_ranks
     table = volume.table()
     hello = worker.launcher_hello
     made_by = memory.layout_attempt if table is not None and memory.layout_generation == table.generation else 0
@@ -36,8 +36,8 @@ def build(
         fetch_address=fetch_address,
         store_address=worker.store_address if worker.number == 0 else "",
         ranks=tuple(rank.report(volume.block(number), holder.number) for number, rank in sorted(worker.ranks.items())),
-        parts=volume.holdings(own),
-        records=volume.record_holdings(own),
+        parts=volume.holdings(kept),
+        records=volume.record_holdings(kept),
         table=pieces.summarise(table) if table is not None else None,
         layout_attempt=made_by,
         storage=storage,

@@ -64,6 +64,7 @@ def _welcome(worker: Worker, rank: Rank, order: WorkerOrder, plan: SnapshotPlan)
             restore=worker.memory.welcomes[rank.rank],
             plan=plan,
             slots=worker.settings.slots,
+            replicas=worker.replicas,
             lineage_parent=parent,
         )
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lastwords.protocol import areas, codec, control, pieces, snapshots, tensorfile
 from lastwords.protocol import volume as names
@@ -121,7 +121,7 @@ class Volume:
             return None
         return Part(slot=slot, record=known[1], sequence=sequence)
 
-    def parts(self, ranks: range) -> list[Part]:
+    def parts(self, ranks: Sequence[int]) -> list[Part]:
         """All READY parts of these ranks."""
         found = (self.part(slot, rank) for rank in ranks for slot in range(self.slots))
         return [part for part in found if part is not None]
@@ -169,7 +169,7 @@ class Volume:
             for local_rank in range(processes_per_worker):
                 self.pin(slot, local_rank, processes_per_worker, 0)
 
-    def holdings(self, ranks: range) -> tuple[PartHolding, ...]:
+    def holdings(self, ranks: Sequence[int]) -> tuple[PartHolding, ...]:
         """READY parts as the coordinator wants them."""
         return tuple(
             PartHolding(
@@ -185,7 +185,7 @@ class Volume:
 
     # -- records ----------------------------------------------------------------------------------
 
-    def records(self, ranks: range) -> list[Record]:
+    def records(self, ranks: Sequence[int]) -> list[Record]:
         """Everything that can be handed over, of each (rank, step, attempt) the best one: final before provisional."""
         best: dict[tuple[int, int, int], Record] = {}
         for record in (*self._own_records(ranks), *self._neighbours.values()):
@@ -198,7 +198,7 @@ class Volume:
                 best[key] = record
         return list(best.values())
 
-    def record_holdings(self, ranks: range) -> tuple[RecordHolding, ...]:
+    def record_holdings(self, ranks: Sequence[int]) -> tuple[RecordHolding, ...]:
         """Records as the coordinator wants them."""
         return tuple(
             RecordHolding(
@@ -211,14 +211,14 @@ class Volume:
             for record in self.records(ranks)
         )
 
-    def find_record(self, ranks: range, rank: int, step: int, attempt: int) -> Record | None:
+    def find_record(self, ranks: Sequence[int], rank: int, step: int, attempt: int) -> Record | None:
         """The best record of (rank, step, attempt)."""
         for record in self.records(ranks):
             if (record.head.rank, record.head.step, record.head.attempt) == (rank, step, attempt):
                 return record
         return None
 
-    def _own_records(self, ranks: range) -> Iterator[Record]:
+    def _own_records(self, ranks: Sequence[int]) -> Iterator[Record]:
         for rank in ranks:
             path = self.path(names.records(rank))
             with contextlib.suppress(FileNotFoundError):

@@ -71,6 +71,17 @@ class Worker:
         return self.topology.ranks_of(self.number)
 
     @property
+    def replicas(self) -> int:
+        """How many other workers keep this one's snapshots."""
+        return min(self.order.replicas if self.order is not None else 0, self.topology.workers - 1)
+
+    @property
+    def kept_ranks(self) -> tuple[int, ...]:
+        """Ranks whose parts may be here: the own ones, and those of the workers whose replicas this one keeps."""
+        owners = ((self.number - distance) % self.topology.workers for distance in range(self.replicas + 1))
+        return tuple(rank for owner in owners for rank in self.topology.ranks_of(owner))
+
+    @property
     def current(self) -> WorkerOrder | None:
         """The order, when it is about the attempt whose ranks are here and wants them to run."""
         order = self.order

@@ -296,6 +296,8 @@ class WorkerOrder:
     """When above the last one served: collect the stacks of all ranks."""
     persist: PersistOrder | None = None
     plan: SnapshotPlan | None = None
+    replicas: int = 0
+    """How many other workers keep each snapshot of this one."""
     keep_last: int = 3
     in_use: tuple[CheckpointId, ...] = ()
     """Checkpoints that retention must not touch."""

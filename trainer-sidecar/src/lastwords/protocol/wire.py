@@ -259,6 +259,8 @@ class Welcome:
     restore: RestoreOrder
     plan: SnapshotPlan
     slots: int
+    replicas: int = 0
+    """Other workers that keep each part too."""
     lineage_parent: int = 0
 
 
@@ -310,6 +312,14 @@ class Persisted:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """The rank's own part of `step` is kept by other workers, or with `error` by fewer than it should be."""
+
+    step: int
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MayExit:
     """Everything of this rank that can be kept is kept."""
 
@@ -319,7 +329,7 @@ KINDS: dict[str, type] = {
     for cls in (
         LauncherHello, Processes, StopRequested, RunRanks, RanksFound, StopRanks, EndLauncher,
         RankHello, LayoutReady, RecordWritten, Boundary, SnapshotReady, HoldState, LiveCopyDone, Stacks, ScriptEnded,
-        RankNotice, Finished, Welcome, Hold, Release, CopyLive, DumpStacks, NewPlan, Persisted, RecordKept, MayExit,
+        RankNotice, Finished, Welcome, Hold, Release, CopyLive, DumpStacks, NewPlan, Persisted, Replicated, RecordKept, MayExit,
     )
 }  # fmt: skip
 

@@ -44,6 +44,11 @@ class Floors:
             self._open.add(step)
         self._tasks.put(("count", step))
 
+    def expect(self, step: int) -> None:
+        """This rank's part of `step` is READY, and will be counted or voided later."""
+        with self._changed:
+            self._open.add(step)
+
     def void(self, step: int) -> None:
         """This rank has no part of `step` and will have none."""
         self._tasks.put(("void", step))

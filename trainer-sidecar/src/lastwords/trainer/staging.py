@@ -22,6 +22,7 @@ from lastwords.trainer import copying, faultpoints, slots
 from lastwords.trainer.agreement import Agreement
 from lastwords.trainer.collect import State
 from lastwords.trainer.floors import Floors
+from lastwords.trainer.replication import Replication
 from lastwords.trainer.session import Session
 
 log = logging.getLogger("lastwords")
@@ -81,6 +82,7 @@ class Stager:
         self._slots = [slots.Slot(session.folder, index, session.rank) for index in range(count)]
         self._usable = len(self._slots)
         self.floors = Floors(session.store_client, session.rank, topology.world, self._new_floor)
+        self._replication = Replication(session, self.floors)
         self.agreement = Agreement(session, self._prepare)
         self._part: tuple[State, PieceTable, int, copying.PartCopy] | None = None
         self.checks_changes = True
@@ -144,7 +146,8 @@ class Stager:
         header, places = copying.part_places(table, self._rank)
         need = max((end for _, end in places.values()), default=len(header))
         limit_text = os.environ.get(environment.MEMORY_LIMIT_BYTES, "")
-        limit = int(limit_text) // self._processes if limit_text else None
+        copies = 1 + (self._session.welcome.replicas if self._session.welcome else 0)
+        limit = int(limit_text) // (self._processes * copies) if limit_text else None
         fits, room = slots.slots_that_fit(self._session.folder, self._slots, need, limit)
         self._tell_memory(fits, need, room)
         self._usable = fits
@@ -228,15 +231,17 @@ class Stager:
         data = slot.resize(part.nbytes)
         part.run(data)
         unchanged = self._unchanged(job.rest)
-        digests = copying.content_digests(job.rest.state.stable) if self.agreement.needs_proof(table) else None
-        proof_counts = digests is not None and self._unchanged(job.rest)
+        digests = None
+        if self.agreement.needs_proof(table):
+            digests = copying.content_digests(table, self._rank, job.rest.state.stable)
+            unchanged = unchanged and self._unchanged(job.rest)
         faultpoints.end("snapshot_copy")
         job.copied.set()
         if not unchanged and self.checks_changes:
             self._count(Word.SNAPSHOTS_REJECTED)
             return
-        if digests is not None and proof_counts:
-            self.agreement.prove(table, digests)
+        if digests is not None:
+            self.agreement.prove(table, job.rest.step, digests, self.floors.decision)
         self._session.put(Word.LAST_COPY_NS, time.monotonic_ns() - began)
         slot.write_record(job.rest.record)
         commit(slot, part, data, job.rest.step, self._session.attempt, table.generation)
@@ -245,7 +250,7 @@ class Stager:
         self._session.send(
             wire.SnapshotReady(step=job.rest.step, slot=slot.slot, persist=job.persist, persist_kind=job.kind)
         )
-        self.floors.count(job.rest.step)
+        self._replication.ready(job.rest.step)
 
     def _unchanged(self, rest: Rest) -> bool:
         """No update has begun and no tensor was written since the boundary."""
@@ -269,6 +274,7 @@ class Stager:
             if time.monotonic() > deadline or (not job.must and self.floors.gone):
                 return None
             self.floors.wait_change(0.005)
+            self._replication.expire()
         return None
 
     def _invalidate(self, slot: slots.Slot) -> bool:
