@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from lastwords_operator.core import numeric, rate
+from lastwords_operator.core import numeric, rate, tuning
+from lastwords_operator.core.incidents import Risk
 from lastwords_operator.core.interval import bounds, levels, single
 from lastwords_operator.simulator import layout
 from tests.unit.interval import oracles
@@ -273,9 +274,16 @@ def test_mtbf_of_many_nodes(row: Row) -> None:
 
 @rows("O")
 def test_dead_band(row: Row) -> None:
-    anywhere = bounds.Bounds(low_seconds=1, high_seconds=1e6)
-    found = bounds.follow(row.number("current_s"), row.number("candidate_s"), anywhere, row.number("band"))
-    assert agrees(found, row)
+    """One level, and a rate for which the candidate is best."""
+    assert row.number("band") == bounds.DEAD_BAND
+    losing = 2 / row.number("candidate_s") ** 2
+    situation = tuning.Situation(
+        now=1e6,
+        measured=tuning.Measured(step_seconds=1.0, stall_seconds=1.0, copy_seconds=1.0, durable_seconds=1.0),
+        risk=Risk(kept=losing, snapshot=0.0, storage=losing),
+    )
+    current = tuning.InForce(every_steps=int(row.number("current_s")), persist_every=1)
+    assert tuning.tune(situation, current).every_steps == row.answer
 
 
 @rows("P")

@@ -1,4 +1,4 @@
-"""Limits of an interval, and how an interval in force follows a better one without shaking."""
+"""Limits of an interval, and when and how far an interval in force follows a better one, without shaking."""
 
 from __future__ import annotations
 
@@ -45,20 +45,18 @@ def bounds(limits: Limits, step_seconds: float, *, cost_seconds: float, durable_
     return Bounds(low_seconds=low, high_seconds=max(physical, limits.most_seconds))
 
 
-def outside_band(current: float, candidate: float, band: float = DEAD_BAND) -> bool:
-    """Whether `candidate` differs from `current` by more than the factor `band`."""
-    return max(current, candidate) > band * min(current, candidate)
+def limited(current: float, wanted: float) -> float:
+    """`wanted`, but no farther from `current` than one change may go."""
+    return min(current * LONGER_AT_MOST, max(current / SHORTER_AT_MOST, wanted))
 
 
-def follow(current: float, candidate: float, limit: Bounds, band: float = DEAD_BAND) -> float:
+def worth(loss_now: float, loss_then: float) -> bool:
     """
-    The next interval: `current` while the candidate is within the dead band, else the candidate, no farther off than
-    the largest step. Always within the bounds, however far `current` was outside them.
+    Whether a change saves more than the dead band is wide. An interval that is off by a factor r costs (r + 1/r) / 2
+    times the least plain loss, so that for one interval this is r > `DEAD_BAND`. As every change must lower the loss,
+    a plan cannot go to and fro between equally good ones.
     """
-    wanted = limit.clamp(candidate)
-    if not outside_band(current, wanted, band):
-        return limit.clamp(current)
-    return limit.clamp(min(current * LONGER_AT_MOST, max(current / SHORTER_AT_MOST, wanted)))
+    return loss_now > loss_then * (DEAD_BAND + 1 / DEAD_BAND) / 2
 
 
 def resting(period_seconds: float, changed_at: float, failed_at: float | None, now: float) -> bool:
