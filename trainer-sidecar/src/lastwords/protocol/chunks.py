@@ -84,6 +84,25 @@ def check_names(layouts: Mapping[int, Sequence[Chunk]]) -> None:
                 raise LayoutError(f"{chunk.key!r} on rank {rank} lies outside of its tensor {list(chunk.shape)}")
 
 
+def check_complete(chunks: Iterable[Chunk]) -> None:
+    """
+    Refuse a tensor of which no rank holds some elements. `chunks`: equal or disjoint boxes, each once.
+
+    Whoever describes its shard with a wrong box leaves such a gap where the right one would have been.
+    """
+    held: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        held.setdefault(chunk.name, []).append(chunk)
+    for name, boxes in held.items():
+        have, shape = sum(math.prod(box.sizes) for box in boxes), boxes[0].shape
+        if have != math.prod(shape):
+            raise LayoutError(
+                f"{name!r} is {list(shape)}, which is {math.prod(shape)} elements, but all ranks together hold {have}: "
+                "nothing could be restored from that. Shards must follow each other without a gap; where a dimension "
+                "is cut twice (fully_shard on a tensor-parallel module), make it divisible by the product of both cuts"
+            )
+
+
 def atomise(chunks: Iterable[Chunk], max_bytes: int | None = None) -> dict[Chunk, tuple[Chunk, ...]]:
     """
     Split chunks so that any two boxes of one tensor are equal or disjoint; large ones also along dimension 0.

@@ -70,6 +70,8 @@ class PieceSummary:
 
     holders: int
     nbytes: int
+    chunks: int = 0
+    """Number of chunks: a piece is not cut into more shares than that. 0: not known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,10 @@ def build_table(
 
 def summarise(table: PieceTable) -> TableSummary:
     """What the coordinator needs of a table."""
-    rows = tuple(PieceSummary(p.holders, sum(table.chunks[i].nbytes for i in p.chunk_ids)) for p in table.pieces)
+    rows = tuple(
+        PieceSummary(p.holders, sum(table.chunks[i].nbytes for i in p.chunk_ids), len(p.chunk_ids))
+        for p in table.pieces
+    )
     return TableSummary(generation=table.generation, topology=table.topology, pieces=rows)
 
 
@@ -152,13 +157,16 @@ def local_holders(holders: int, worker: int, topology: Topology) -> list[int]:
 
 
 def shares(summary: TableSummary) -> tuple[Share, ...]:
-    """All shares; a piece has as many as the worker with most holders of it has holders."""
+    """
+    All shares; a piece has as many as the worker with most holders of it has holders, but none without a chunk: a step
+    must not be given up for want of a share that is empty.
+    """
     result: list[Share] = []
     for number, piece in enumerate(summary.pieces):
         counts = (
             len(local_holders(piece.holders, worker, summary.topology)) for worker in range(summary.topology.workers)
         )
-        count = max(counts, default=0)
+        count = min(max(counts, default=0), piece.chunks or piece.holders.bit_count())
         result.extend(Share(number, index, count, piece.holders) for index in range(count))
     return tuple(result)
 
@@ -198,7 +206,7 @@ def share_chunks(table: PieceTable) -> tuple[tuple[int, ...], ...]:
     """
     Chunk ids of each share, in the order of `shares`.
 
-    Largest chunk first into the slice with the fewest bytes so far, counted over all pieces.
+    Largest chunk first into the slice with the fewest bytes so far, counted over all pieces; each slice gets one.
     """
     result: list[list[int]] = []
     load: dict[int, int] = {}
@@ -207,7 +215,8 @@ def share_chunks(table: PieceTable) -> tuple[tuple[int, ...], ...]:
     for number, piece in enumerate(table.pieces):
         slices: list[list[int]] = [[] for _ in range(counts.get(number, 0))]
         for chunk_id in sorted(piece.chunk_ids, key=lambda i: (-table.chunks[i].nbytes, i)):
-            target = min(range(len(slices)), key=lambda index: (load.get(index, 0), index))
+            empty = [index for index, ids in enumerate(slices) if not ids]
+            target = min(empty or range(len(slices)), key=lambda index: (load.get(index, 0), index))
             slices[target].append(chunk_id)
             load[target] = load.get(target, 0) + table.chunks[chunk_id].nbytes
         result.extend(slices)

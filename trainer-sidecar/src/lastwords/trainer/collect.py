@@ -8,6 +8,9 @@ and with `module.double()`. The check compares identities and addresses, the lis
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -43,8 +46,12 @@ class State:
     """`get_extra_state()` of modules, by name."""
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     """A second name of a tensor (tied weights) -> its first name."""
+    empty: set[str] = dataclasses.field(default_factory=set)
+    """Names of sharded tensors of which this rank holds no element."""
     parameter_names: dict[int, str] = dataclasses.field(default_factory=dict)
     """id(parameter) -> name, for optimizer state."""
+    parameters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """Name -> parameter, those of which this rank has an empty shard too."""
     optimizer_values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Optimizer state that is no tensor: `<part>.state.<parameter>.<key>` -> value."""
 
@@ -52,6 +59,12 @@ class State:
     def chunks(self) -> tuple[Chunk, ...]:
         """The layout: sorted, without empty chunks."""
         return tuple(sorted(live.chunk for live in self.stable))
+
+    @functools.cached_property
+    def listing(self) -> str:
+        """Digest of the names of parameters and buffers: equal where two ranks hold (shards of) the same ones."""
+        names = sorted({*self.parameters, *self.aliases, *self.volatile, *self.extra})
+        return hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
 
     def versions(self) -> tuple[int, ...]:
         """Version counters of all stable tensors."""
@@ -65,11 +78,14 @@ class Collector:
         self._parts = parts
         self._known_parameters: dict[int, str] = {}
         self._checks: list[tuple[torch.Tensor, int, int]] = []
+        self._sharded: list[tuple[torch.Tensor, int, int]] = []
+        self._groups: list[tuple[Any, list[int]]] = []
         self._modules: list[tuple[nn.Module, int, int, int]] = []
         self._slots: list[tuple[dict[str, Any], str, Any]] = []
         self._optimizer_slots: list[tuple[Any, Any, Any, int]] = []
         self.state = State()
         self.rebuild()
+        self.born = Born.of(parts, self.state)
 
     def refresh(self) -> bool:
         """Bring the listing up to date; True when the layout (names, boxes, types) is another one now."""
@@ -83,14 +99,17 @@ class Collector:
         """List everything. Raises StateError for what cannot be saved."""
         self.state = State()
         seen: dict[tuple[Any, ...], str] = {}
-        self._slots, self._modules, self._optimizer_slots = [], [], []
+        self._slots, self._modules, self._optimizer_slots, self._groups = [], [], [], []
         for part, module in self._parts.modules.items():
             self._list_module(part, module, seen)
         for part, optimizer in self._parts.optimizers.items():
             self._list_optimizer(part, optimizer, seen)
         self._known_parameters = self.state.parameter_names
-        watched = [live.tensor for live in self.state.stable] + list(self.state.volatile.values())
-        self._checks = [(tensor, tensor.data_ptr(), tensor.numel()) for tensor in watched]
+        plain = [live.tensor for live in self.state.stable if not is_sharded(live.tensor)]
+        plain += self.state.volatile.values()
+        self._checks = [(tensor, tensor.data_ptr(), tensor.numel()) for tensor in plain]
+        sharded = [live for live in self.state.stable if is_sharded(live.tensor)]
+        self._sharded = [(live.tensor, live.local.data_ptr(), live.local.numel()) for live in sharded]
 
     # -- listing ----------------------------------------------------------------------------------
 
@@ -103,7 +122,7 @@ class Collector:
                 kind = type(value)
                 raise StateError(f"{full} is a {kind.__module__}.{kind.__qualname__} in a state_dict, not a tensor")
             elif isinstance(value, nn.Parameter):
-                self.state.parameter_names.setdefault(id(value), full)
+                self._name(full, value)
                 self._add_stable(full, value, seen)
             elif value.numel():
                 self._add_volatile(full, value, seen)
@@ -113,12 +132,14 @@ class Collector:
                 self._slots.extend((table, name, value) for name, value in table.items())
 
     def _list_optimizer(self, part: str, optimizer: Any, seen: dict[tuple[Any, ...], str]) -> None:
+        self._groups.append((optimizer, [len(group["params"]) for group in optimizer.param_groups]))
+        holder = state_holder(optimizer)
         for group_index, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = self._name_parameter(part, parameter, f"{group_index}.{index}", seen)
-                slots = optimizer.state.get(parameter, {})
+                slots = holder.state.get(parameter, {})
                 # Asked by key again at each check: load_state_dict installs new dicts.
-                self._optimizer_slots.append((optimizer, parameter, dict(slots), len(slots)))
+                self._optimizer_slots.append((holder, parameter, dict(slots), len(slots)))
                 for key, value in slots.items():
                     full = f"{part}.state.{name}.{key}"
                     if not isinstance(key, str) or "." in key:
@@ -140,18 +161,28 @@ class Collector:
             )
         # A parameter of no registered module: kept under the optimizer's name.
         name = f"{part}.params.{place}"
-        self.state.parameter_names[id(parameter)] = name
+        self._name(name, parameter)
         self._add_stable(name, parameter, seen)
         return name
 
+    def _name(self, name: str, parameter: Any) -> None:
+        if id(parameter) not in self.state.parameter_names:
+            self.state.parameter_names[id(parameter)] = name
+            self.state.parameters[name] = parameter
+
     def _add_stable(self, name: str, tensor: torch.Tensor, seen: dict[tuple[Any, ...], str]) -> None:
-        for live in _chunks_of(name, tensor):
+        found = _chunks_of(name, tensor)
+        if not found and tensor.numel():
+            self.state.empty.add(name)
+        for live in found:
             if self._alias(name, live.local, seen):
                 self.state.aliases[name] = seen[_identity(live.local)]
             else:
                 self.state.stable.append(live)
 
     def _add_volatile(self, name: str, tensor: torch.Tensor, seen: dict[tuple[Any, ...], str]) -> None:
+        if is_sharded(tensor):
+            tensor = _whole_buffer(name, tensor)
         _check_plain(name, tensor)
         if self._alias(name, tensor.detach(), seen):
             self.state.aliases[name] = seen[_identity(tensor)]
@@ -167,6 +198,11 @@ class Collector:
         for tensor, address, count in self._checks:
             if tensor.data_ptr() != address or tensor.numel() != count:
                 return False
+        if self._sharded and not self._same_shards():
+            return False
+        for optimizer, counts in self._groups:
+            if [len(group["params"]) for group in optimizer.param_groups] != counts:
+                return False
         for module, parameters, buffers, modules in self._modules:
             if (len(module._parameters), len(module._buffers), len(module._modules)) != (parameters, buffers, modules):
                 return False
@@ -174,6 +210,15 @@ class Collector:
             if table.get(name) is not value:
                 return False
         return all(self._same_slots(*row) for row in self._optimizer_slots)
+
+    @torch.no_grad()
+    def _same_shards(self) -> bool:
+        """The wrapper of a shard has no address of its own."""
+        for tensor, address, count in self._sharded:
+            local = cast(Any, tensor).to_local()
+            if local.data_ptr() != address or local.numel() != count:
+                return False
+        return True
 
     @staticmethod
     def _same_slots(optimizer: Any, parameter: Any, slots: dict[str, Any], count: int) -> bool:
@@ -213,22 +258,44 @@ class Collector:
         found: dict[str, Any] = {}
         if not self.state.optimizer_values:
             return found
-        for part, optimizer in self._parts.optimizers.items():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    name = self.state.parameter_names[id(parameter)]
-                    for key, value in optimizer.state.get(parameter, {}).items():
-                        if not isinstance(value, torch.Tensor):
-                            found[f"{part}.state.{name}.{key}"] = value
+        for part, state, name, parameter, _ in parameters_by_name(self._parts, self.state):
+            for key, value in state.get(parameter, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    found[f"{part}.state.{name}.{key}"] = value
         return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Born:
+    """What the script had built when the Checkpointer was made, before anything was restored."""
+
+    groups: dict[str, int]
+    """Optimizer part -> number of its parameter groups."""
+    trainable: dict[str, bool]
+    """Parameter -> `requires_grad`."""
+
+    @classmethod
+    def of(cls, parts: Parts, state: State) -> Born:
+        """Of now."""
+        groups = {name: len(optimizer.param_groups) for name, optimizer in parts.optimizers.items()}
+        return cls(groups, {name: parameter.requires_grad for name, parameter in state.parameters.items()})
+
+
 def parameters_by_name(parts: Parts, state: State) -> Iterator[tuple[str, Any, str, Any, dict[str, Any]]]:
-    """(optimizer part, optimizer, parameter name, parameter, group) of everything that is optimised."""
+    """(optimizer part, its state, parameter name, parameter, group) of everything that this rank optimises."""
     for part, optimizer in parts.optimizers.items():
-        for group in optimizer.param_groups:
+        holder = state_holder(optimizer)
+        for group in holder.param_groups:
             for parameter in group["params"]:
-                yield part, optimizer, state.parameter_names[id(parameter)], parameter, group
+                yield part, holder.state, state.parameter_names[id(parameter)], parameter, group
+
+
+def state_holder(optimizer: Any) -> Any:
+    """The optimizer that has the state: ZeroRedundancyOptimizer has it, for its share of the parameters, in `optim`."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return optimizer.optim
+    return optimizer
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -239,23 +306,46 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _chunks_of(name: str, tensor: torch.Tensor) -> list[Live]:
     """The boxes of `tensor` that this process holds; none of an empty one."""
-    boxes = getattr(tensor, "__create_chunk_list__", None)
-    if boxes is None:
+    if not is_sharded(tensor):
         _check_plain(name, tensor)
         if not tensor.numel():
             return []
         local = tensor.detach()
         return [Live(chunks_.whole(name, _dtype(name, tensor), tuple(tensor.shape)), tensor, local)]
-    local = cast(Any, tensor.detach()).to_local()
+    with torch.no_grad():
+        local = cast(Any, tensor).to_local().detach()
     found = []
-    for box in boxes():
+    for box in cast(Any, tensor).__create_chunk_list__():
         offsets, sizes = tuple(box.offsets), tuple(box.sizes)
-        if 0 in sizes:
-            continue
-        if tuple(local.shape) != sizes:
-            raise StateError(f"{name}: the shard is {tuple(local.shape)}, its place in the whole tensor {sizes}")
-        found.append(Live(Chunk(name, offsets, sizes, tuple(tensor.shape), _dtype(name, tensor)), tensor, local))
+        if tuple(local.shape) != sizes and (local.numel() or 0 not in sizes):
+            raise StateError(
+                f"{name} is {list(tensor.shape)} and cut into shards; torch says that this rank's shard is "
+                f"{list(sizes)} at {list(offsets)}, but it is {list(local.shape)}. This happens where a dimension is "
+                "cut twice and not divisible (fully_shard on a tensor-parallel module): make it divisible by the "
+                "product of both cuts"
+            )
+        if local.numel():
+            found.append(Live(Chunk(name, offsets, sizes, tuple(tensor.shape), _dtype(name, tensor)), tensor, local))
     return found
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """
+    Whether it is a DTensor, or another tensor made of shards that describes itself as torch's checkpoints want it:
+    `__create_chunk_list__` (what torch.distributed.checkpoint calls CheckpointableTensor) and `to_local`.
+    """
+    return hasattr(tensor, "__create_chunk_list__")
+
+
+@torch.no_grad()
+def _whole_buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = cast(Any, tensor).to_local().detach()
+    if tuple(local.shape) != tuple(tensor.shape):
+        raise StateError(
+            f"{name} is a buffer cut into shards, which cannot be kept: each rank keeps its own buffers whole, since "
+            "they may differ. Make it a replicated buffer, or a parameter without gradient"
+        )
+    return local
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,11 @@ class PartCopy:
     def __init__(self, table: PieceTable, rank: int, live: Sequence[Live]) -> None:
         """Raises KeyError with the chunk's name when this process does not hold what the part needs."""
         self.header, places = part_places(table, rank)
-        by_name: dict[str, list[Live]] = {}
-        for item in live:
-            by_name.setdefault(item.chunk.name, []).append(item)
+        held = by_name(live)
         self.copies = []
         for chunk_id, (begin, end) in sorted(places.items(), key=lambda item: item[1]):
             chunk = table.chunks[chunk_id]
-            self.copies.append(Copy(chunk, begin, end - begin, _box(chunk, by_name.get(chunk.name, []))))
+            self.copies.append(Copy(chunk, begin, end - begin, box(chunk, held)))
         self.nbytes = max((copy.begin + copy.nbytes for copy in self.copies), default=len(self.header))
 
     def run(self, target: Mapped) -> None:
@@ -77,8 +75,17 @@ def part_places(table: PieceTable, rank: int) -> tuple[bytes, dict[int, tuple[in
     return pieces.part_layout(table, pieces.part_chunks(table)[rank])
 
 
-def _box(chunk: Chunk, candidates: Sequence[Live]) -> torch.Tensor:
-    for live in candidates:
+def by_name(live: Sequence[Live]) -> dict[str, list[Live]]:
+    """What this process holds of each tensor."""
+    found: dict[str, list[Live]] = {}
+    for item in live:
+        found.setdefault(item.chunk.name, []).append(item)
+    return found
+
+
+def box(chunk: Chunk, held: Mapping[str, Sequence[Live]]) -> torch.Tensor:
+    """The live memory of `chunk`, which may be a part of a box of `held`. Raises KeyError with the chunk's name."""
+    for live in held.get(chunk.name, ()):
         starts = [o - lo for o, lo in zip(chunk.offsets, live.chunk.offsets, strict=True)]
         ends = [s + n for s, n in zip(starts, chunk.sizes, strict=True)]
         if all(s >= 0 and e <= n for s, e, n in zip(starts, ends, live.chunk.sizes, strict=True)):
@@ -151,6 +158,9 @@ def bytes_of(source: torch.Tensor) -> memoryview:
     return data.data.cast("B")
 
 
-def content_digests(live: Sequence[Live]) -> dict[str, int]:
-    """crc32 of each chunk that this process holds, by key: the proof that replicas are equal."""
-    return {item.chunk.key: zlib.crc32(bytes_of(item.local)) for item in live}
+def content_digests(table: PieceTable, rank: int, live: Sequence[Live]) -> dict[str, int]:
+    """crc32 of each chunk that this rank and others hold, by key: the proof that replicas are equal."""
+    held = by_name(live)
+    several = [piece for piece in table.pieces if piece.holders >> rank & 1 and piece.holders != 1 << rank]
+    shared = [table.chunks[index] for piece in several for index in piece.chunk_ids]
+    return {chunk.key: zlib.crc32(bytes_of(box(chunk, held))) for chunk in shared}

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lastwords.protocol import codec, pieces, volume
+from lastwords.protocol import chunks, codec, pieces, volume
 from lastwords.protocol.chunks import Chunk
 from lastwords.protocol.pieces import PieceTable, Topology
 
@@ -48,11 +48,12 @@ def write_table(folder: str, table: PieceTable, rank: int) -> None:
 def exchange(
     store: Any, number: int, rank: int, layout: Sequence[Chunk], known: PieceTable | None, topology: Topology,
     ended: Callable[[], bool],
-) -> PieceTable:  # fmt: skip
+) -> tuple[PieceTable, bool]:  # fmt: skip
     """
-    The table of all ranks' layouts; `number` counts the exchanges of an attempt (equal on all ranks).
+    The table of all ranks' layouts, and whether all of them knew it; `number` counts the exchanges of an attempt.
 
-    Blocks until every rank has taken part. Raises ExchangeEnded, or LayoutError when names do not fit together.
+    Blocks until every rank has taken part. Raises ExchangeEnded, or LayoutError when names do not fit together or no
+    rank holds some part of a tensor.
     """
     base = f"lastwords/layout/{number}"
     body = codec.dumps(list(layout))
@@ -75,22 +76,21 @@ def exchange(
     newest = max(message[1] for message in messages)
     by_rank = {other: lists[text] for other, text in enumerate(digests)}
     table = pieces.build_table(by_rank, topology, max(newest, 1))
+    chunks.check_complete(table.chunks)
     known_contents = {message[2] for message in messages if message[1] == newest}
     if newest and known_contents != {_content(table)}:
         table = pieces.build_table(by_rank, topology, newest + 1)
-    return table
+    return table, all(message[1:] == [table.generation, _content(table)] for message in messages)
 
 
-def publish_digests(store: Any, table: PieceTable, rank: int, digests: dict[str, int]) -> None:
-    """
-    Say what this rank holds (`copying.content_digests`, taken while the tensors rest, at the same step everywhere).
-    """
+def publish_digests(store: Any, table: PieceTable, step: int, rank: int, digests: dict[str, int]) -> None:
+    """Say what this rank holds at `step` (`copying.content_digests`, taken while the tensors rest)."""
     text = json.dumps(digests).encode()
-    store.set(f"lastwords/content/{table.generation}/{rank}", zlib.compress(text, 1))
+    store.set(_content_key(table, step, rank), zlib.compress(text, 1))
 
 
 def compare_digests(
-    store: Any, table: PieceTable, rank: int, digests: dict[str, int], ended: Callable[[], bool]
+    store: Any, table: PieceTable, step: int, rank: int, digests: dict[str, int], ended: Callable[[], bool]
 ) -> str:
     """What this rank holds otherwise than the first holder of the same chunk; "" when nothing."""
     firsts: dict[int, list[str]] = {}
@@ -100,17 +100,23 @@ def compare_digests(
             keys = firsts.setdefault(holders[0], [])
             keys.extend(table.chunks[index].key for index in piece.chunk_ids)
     for first, keys in firsts.items():
-        name = f"lastwords/content/{table.generation}/{first}"
+        name = _content_key(table, step, first)
         wait(store, [name], ended)
         theirs = json.loads(zlib.decompress(store.get(name)))
         for key in keys:
             if key in digests and key in theirs and digests[key] != theirs[key]:
                 return (
-                    f"{key} is not the same on ranks {first} and {rank}, although both name it so. Ranks that hold "
-                    "copies of a tensor must start equal (DistributedDataParallel sees to it); different tensors need "
-                    "different names"
+                    f"{key} is not the same on ranks {first} and {rank}, although both name it so. If these are two "
+                    "tensors (as in stages of a pipeline that both begin at layer 0), give each module a name that is "
+                    "unique over all ranks. If they are copies of one, see to it that they start equal and get the "
+                    "same gradients: DistributedDataParallel does both, but only for parameters that were trainable "
+                    "when it was made"
                 )
     return ""
+
+
+def _content_key(table: PieceTable, step: int, rank: int) -> str:
+    return f"lastwords/content/{table.generation}/{step}/{rank}"
 
 
 def wait(store: Any, keys: list[str], ended: Callable[[], bool]) -> None:

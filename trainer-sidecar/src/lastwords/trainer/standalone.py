@@ -100,6 +100,7 @@ class Standalone:
             chunks_path=self._checkpoints.location(found.id, manifest.MANIFEST),
             record=self._file(found.id, own),
             shared_record=self._file(found.id, records[min(records)]) if own is None and records else None,
+            other_records=tuple(file for stored in records.values() if (file := self._file(found.id, stored))),
         )
 
     def _file(self, checkpoint: CheckpointId, stored: StoredFile | None) -> wire.RestoreFile | None:
