@@ -8,10 +8,12 @@ Optimizers nest (wrappers call an inner one's step), so a depth counter finds th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 
 class UpdateHooks:
@@ -74,6 +76,26 @@ class BackwardHooks:
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_hook(self._gradient)  # type: ignore[no-untyped-call]
+
+    def watch_outputs(self, module: nn.Module) -> None:
+        """
+        For a module with parts under `fully_shard`: autograd never sees the shards, so its outputs are watched.
+
+        Their gradients are the first of the pass, before any is reduced over the ranks.
+        """
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None and any(isinstance(inner, fsdp.FSDPModule) for inner in module.modules()):
+            module.register_forward_hook(lambda _module, _arguments, output: self._watch(output))
+
+    def _watch(self, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            if output.requires_grad:
+                output.register_hook(self._gradient)  # type: ignore[no-untyped-call]
+        elif isinstance(output, Mapping):
+            self._watch(list(output.values()))
+        elif isinstance(output, (list, tuple)):
+            for item in output:
+                self._watch(item)
 
     def reset(self) -> None:
         """A boundary."""

@@ -58,6 +58,8 @@ class Protected:
             self._at_backward,
             self._at_last_gradient,
         )
+        for module in parts.modules.values():
+            self._watched.watch_outputs(module)
         self._neighbour = NeighbourRecords(session)
         session.on(wire.NewPlan, self._planner.offer)
         session.before_end = self._script_ends
