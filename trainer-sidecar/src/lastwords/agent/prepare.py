@@ -103,7 +103,8 @@ class Preparation:
             fetch = fetching.PartFetch(volume, self._peers, self._offload, source, self._topology)
             part = await fetch.run(rank, plan.step, plan.attempt, record.body if record is not None else None)
         path = volume.path(names.part(part.slot, rank))
-        return wire.RestoreFile(path=path, blocks=part.record.blocks, nbytes=part.record.file_bytes)
+        # Once for all ranks of the worker: nobody writes to it until they have read it.
+        return wire.RestoreFile(path=path, blocks=part.record.blocks, nbytes=part.record.file_bytes, checked=True)
 
     async def _record(self, rank: int) -> Record | None:
         """The rank's small record, or None when the plan says that it is reseeded."""

@@ -229,6 +229,8 @@ class RestoreFile:
     blocks: tuple[int, ...]
     nbytes: int
     served: str = ""
+    checked: bool = False
+    """The agent has compared all blocks with their checksums just now; whoever reads it need not again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

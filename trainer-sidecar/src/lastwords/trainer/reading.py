@@ -6,6 +6,7 @@ Files on storage are read, not mapped: a truncated or stale file must be an erro
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import zlib
@@ -19,6 +20,8 @@ from lastwords.protocol import snapshots, tensorfile, wire
 from lastwords.protocol.chunks import Chunk
 from lastwords.trainer import copying, served
 from lastwords.trainer.collect import Live
+
+_STRIDE_BYTES = 512 * 1024
 
 
 class RestoreError(RuntimeError):
@@ -113,44 +116,44 @@ def fill(targets: Sequence[Live], sources: Mapping[str, Sequence[Source]]) -> No
 
 
 def _read(file: wire.RestoreFile, parts: Sequence[_Piece]) -> None:
-    """One pass over the blocks that hold what is wanted."""
+    """One pass over the blocks that hold what is wanted, each straight to its place."""
     if file.served:
         _read_served(file, parts)
         return
-    block_bytes = snapshots.BLOCK_BYTES
-    block = bytearray(block_bytes)
-    view = memoryview(block)
-    address = np.frombuffer(block, dtype=np.uint8).ctypes.data
+    taken: list[_Piece] = []
+    again: list[_Piece] = []  # what lies in bytes that are read to another place already
+    for part in parts:
+        (again if taken and part.begin < taken[-1].end else taken).append(part)
     with open(file.path, "rb", buffering=0) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        first = 0
-        for number in range(-(-size // block_bytes)):
-            begin, end = number * block_bytes, min((number + 1) * block_bytes, size)
-            while first < len(parts) and parts[first].end <= begin:
-                first += 1
-            if first == len(parts):
-                break
-            if parts[first].begin >= end:
-                continue
-            _read_block(stream.fileno(), view[: end - begin], begin, file.path)
-            _check_block(file, number, view[: end - begin])
-            _hand_out(parts[first:], begin, end, address)
+        # Where the file is too short for what is wanted of it, reading it says so.
+        size = max(os.fstat(stream.fileno()).st_size, *(part.end for part in taken), 0)
+        for number in sorted({n for part in taken for n in _block_numbers(part)}):
+            begin, end = number * snapshots.BLOCK_BYTES, min((number + 1) * snapshots.BLOCK_BYTES, size)
+            inside = [part for part in taken if part.begin < end and part.end > begin]
+            _check_block(file, number, _read_block(stream.fileno(), inside, begin, end, file))
+    if again:
+        _read(file, again)
 
 
 def _read_served(file: wire.RestoreFile, parts: Sequence[_Piece]) -> None:
     size = snapshots.BLOCK_BYTES
-    numbers = sorted({n for part in parts for n in range(part.begin // size, -(-part.end // size))})
+    numbers = sorted({n for part in parts for n in _block_numbers(part)})
     try:
         for number, view in served.blocks(file, numbers):
-            _check_block(file, number, view)
+            _check_block(file, number, zlib.crc32(view) if _sums(file) else 0)
             begin = number * size
             _hand_out(parts, begin, begin + len(view), np.frombuffer(view, dtype=np.uint8).ctypes.data)
     except served.ServedError as error:
         raise RestoreError(str(error)) from None
 
 
-def _check_block(file: wire.RestoreFile, number: int, view: memoryview) -> None:
-    if file.blocks and (number >= len(file.blocks) or zlib.crc32(view) != file.blocks[number]):
+def _sums(file: wire.RestoreFile) -> bool:
+    """Whether what is read has to be compared with checksums."""
+    return bool(file.blocks) and not file.checked
+
+
+def _check_block(file: wire.RestoreFile, number: int, checksum: int) -> None:
+    if _sums(file) and (number >= len(file.blocks) or checksum != file.blocks[number]):
         raise RestoreError(f"{file.served or file.path}: block {number} is damaged (its checksum is not the one noted)")
 
 
@@ -164,16 +167,47 @@ def _hand_out(parts: Sequence[_Piece], begin: int, end: int, address: int) -> No
             copying.move_free(part.address + lo - part.begin, address + lo - begin, hi - lo)
 
 
-def _read_block(file: int, view: memoryview, offset: int, path: str) -> None:
-    done = 0
-    while done < len(view):
+def _block_numbers(part: _Piece) -> range:
+    return range(part.begin // snapshots.BLOCK_BYTES, -(-part.end // snapshots.BLOCK_BYTES))
+
+
+def _read_block(descriptor: int, inside: Sequence[_Piece], begin: int, end: int, file: wire.RestoreFile) -> int:
+    """Read the parts' bytes in [begin, end) to their places; the block's checksum where there is one to compare."""
+    checksum, at = 0, begin
+    spare = bytearray(_STRIDE_BYTES)
+    spans = [(max(part.begin, begin), min(part.end, end), part) for part in inside]
+    for lo, hi, part in spans:
+        if _sums(file):
+            checksum = _read_span(descriptor, memoryview(spare), at, lo, checksum, file)
+        target = memoryview((ctypes.c_char * (hi - lo)).from_address(part.address + lo - part.begin)).cast("B")
+        checksum = _read_span(descriptor, target, lo, hi, checksum, file)
+        at = hi
+    return _read_span(descriptor, memoryview(spare), at, end, checksum, file) if _sums(file) else 0
+
+
+def _read_span(descriptor: int, target: memoryview, begin: int, end: int, checksum: int, file: wire.RestoreFile) -> int:
+    """
+    Read [begin, end) into `target`, over and over from its front where it is smaller; the checksum so far.
+
+    In strides that are still in the processor's cache when they are summed up.
+    """
+    place = 0
+    while begin < end:
+        room = len(target) - place
+        if not room:
+            place, room = 0, len(target)
+        piece = target[place : place + min(_STRIDE_BYTES, room, end - begin)]
         try:
-            count = os.preadv(file, [view[done:]], offset + done)
+            count = os.preadv(descriptor, [piece], begin)
         except OSError as error:
-            raise RestoreError(f"{path}: {error}") from None
+            raise RestoreError(f"{file.path}: {error}") from None
         if count == 0:
-            raise RestoreError(f"{path} ends at {offset + done} bytes")
-        done += count
+            raise RestoreError(f"{file.path} ends at {begin} bytes")
+        if _sums(file):
+            checksum = zlib.crc32(piece[:count], checksum)
+        begin += count
+        place += count
+    return checksum
 
 
 def _put_box(target: Live, source: Source, buffer: np.ndarray) -> None:
