@@ -203,6 +203,23 @@ async def test_records_of_every_boundary_go_to_the_next_worker_and_outlive_its_a
         assert kept == {(0, 2), (0, 3), (1, 2), (1, 3)}
 
 
+async def test_the_record_of_a_snapshot_stays_with_the_neighbour_as_long_as_the_snapshot(
+    tmp_path: pathlib.Path,
+) -> None:
+    async with running(tmp_path, TWO) as world:
+        await world.run_attempt(1)
+        rank = world.ranks[0]
+        for step, slot in ((1, 0), (2, 1), (3, None), (4, None), (5, 0), (6, None), (7, None)):
+            rank.boundary(step)
+            if slot is not None:
+                rank.snapshot(step, slot, persist=False)
+            await until(lambda s=step: any(r.head.step == s for r in _kept_of(world, 0)), "it is kept")
+        wanted = {2, 5, 6, 7}
+        await until(
+            lambda: {r.head.step for r in _kept_of(world, 0)} == wanted, "those of both slots, and the last two"
+        )
+
+
 async def test_a_rank_hears_when_its_early_record_is_on_another_worker(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, TWO) as world:
         await world.run_attempt(1)

@@ -87,7 +87,7 @@ class Agent:
         """Until the job has ended, or the coordinator is lost and the state is kept."""
         self._local.lock()
         self._volume.unpin_all(self._worker.topology.processes_per_worker)
-        await self._fetch.start(self._settings.fetch_host)
+        await self._fetch.start(self._settings.fetch_host, self._saver.calls.routes())
         await self._local.start()
         await self._blocks.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
@@ -138,6 +138,7 @@ class Agent:
             return
         if rank is not None and isinstance(message, wire.SnapshotReady):
             self._replicas.ready(rank, message)
+            self._push_record(rank, message.step, message.slot)
         if rank is not None and isinstance(message, wire.LiveCopyDone):
             self._copies.answered(rank, message)
         if rank is not None and isinstance(message, wire.Stacks):
@@ -161,7 +162,7 @@ class Agent:
         self._worker.stop_requested = self._worker.stop_requested or "SIGTERM"
         self._changed()
 
-    def _push_record(self, rank: Rank, step: int) -> None:
+    def _push_record(self, rank: Rank, step: int, slot: int | None = None) -> None:
         worker = self._worker
         if worker.topology.workers == 1:
             return
@@ -171,12 +172,12 @@ class Agent:
         attempt = worker.attempt
 
         def kept() -> None:
-            if record.head.provisional and worker.attempt == attempt:
+            if record.head.provisional and worker.attempt == attempt and slot is None:
                 rank.early_kept = step
                 rank.send(wire.RecordKept(step=step))
 
         neighbour = (worker.number + 1) % worker.topology.workers
-        task = asyncio.create_task(self._peers.push_record(neighbour, record, kept))
+        task = asyncio.create_task(self._peers.push_record(neighbour, record, kept, slot))
         self._pushes.add(task)
         task.add_done_callback(self._pushes.discard)
 

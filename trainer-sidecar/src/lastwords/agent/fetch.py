@@ -7,7 +7,7 @@ It also takes the small records of one neighbour, so that the loss of a whole wo
     GET  /v1/parts?step=S&attempt=A                   READY parts: [{"slot", "sequence", "record"}]
     GET  /v1/parts/{slot}/{rank}?sequence=Q           bytes of a part (Range), 409 when it has changed
     GET  /v1/records/{rank}/{step}?attempt=A          a small record; header X-Lastwords-Provisional
-    POST /v1/neighbour/{rank}                         a small record to keep
+    POST /v1/neighbour/{rank}?slot=S                  a small record to keep (S: that of the snapshot there)
     POST /v1/replica/{worker}                         a part of that worker to get and keep; answered when it is here
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from aiohttp import web
 
@@ -47,8 +47,8 @@ class FetchServer:
         self._runner: web.AppRunner | None = None
         self.address = ""
 
-    async def start(self, host: str) -> None:
-        """Listen on a port that the kernel chooses."""
+    async def start(self, host: str, more: Iterable[web.RouteDef]) -> None:
+        """Listen on a port that the kernel chooses. `more`: what else other workers ask of this agent."""
         app = web.Application(middlewares=[self._authorise], client_max_size=_MAX_RECORD_BYTES)
         app.add_routes(
             [
@@ -60,6 +60,7 @@ class FetchServer:
                 web.post("/v1/replica/{worker:\\d+}", self._replica),
             ]
         )
+        app.add_routes(more)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, 0).start()
@@ -128,7 +129,8 @@ class FetchServer:
         return web.Response(body=record.body, headers=headers, content_type="application/octet-stream")
 
     async def _neighbour(self, request: web.Request) -> web.Response:
-        if not self._volume.keep_neighbour(await request.read()):
+        slot = _number(request, "slot") if "slot" in request.query else None
+        if not self._volume.keep_neighbour(await request.read(), slot):
             raise web.HTTPBadRequest(text="not a small record")
         self._on_change()
         return web.Response(status=204)

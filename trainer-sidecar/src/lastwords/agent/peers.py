@@ -35,8 +35,8 @@ class Peers:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._addresses = addresses
         self._session: aiohttp.ClientSession | None = None
-        self._pushing: dict[tuple[int, bool], tuple[bytes, Callable[[], None]] | None] = {}
-        """(Rank, provisional) -> the record that waits while another one is on its way, and whom to tell."""
+        self._pushing: dict[tuple[int, bool, int | None], tuple[bytes, Callable[[], None]] | None] = {}
+        """(Rank, provisional, slot) -> the record that waits while another one is on its way, and whom to tell."""
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -72,13 +72,28 @@ class Peers:
         data, headers = await self._get(worker, f"/v1/records/{rank}/{step}?attempt={attempt}")
         return data, headers.get(PROVISIONAL) == "1"
 
-    async def push_record(self, worker: int, record: Record, kept: Callable[[], None]) -> None:
+    async def call_save(self, worker: int, step: int, attempt: int) -> None:
+        """Tell a worker which step is being saved. Raises PeerError when it does not hear it."""
+        address = self._addresses().get(worker)
+        if not address:
+            raise PeerError("its address is not known")
+        timeout = aiohttp.ClientTimeout(total=5.0)
+        url = f"http://{address}/v1/saves/{attempt}/{step}"
+        try:
+            async with self._client().post(url, headers=self._headers, timeout=timeout) as response:
+                if response.status != 204:
+                    raise PeerError(f"it answers {response.status}")
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise PeerError(repr(error)) from None
+
+    async def push_record(self, worker: int, record: Record, kept: Callable[[], None], slot: int | None = None) -> None:
         """
         Give a small record to a neighbour; of those that come while one is on its way only the newest follows.
 
-        Calls `kept` when it is there. A failure is nobody's business: the next boundary tries again.
+        `slot`: it is that of the snapshot there. Calls `kept` when it is there. A failure is nobody's business: the
+        next boundary tries again.
         """
-        lane = (record.head.rank, record.head.provisional)
+        lane = (record.head.rank, record.head.provisional, slot)
         busy = lane in self._pushing
         self._pushing[lane] = (record.body, kept)
         if busy:
@@ -87,18 +102,18 @@ class Peers:
             while (waiting := self._pushing[lane]) is not None:
                 self._pushing[lane] = None
                 body, done = waiting
-                if await self._push_once(worker, lane[0], body):
+                if await self._push_once(worker, lane[0], body, slot):
                     done()
         finally:
             del self._pushing[lane]
 
-    async def _push_once(self, worker: int, rank: int, body: bytes) -> bool:
+    async def _push_once(self, worker: int, rank: int, body: bytes, slot: int | None) -> bool:
         address = self._addresses().get(worker)
         if not address:
             return False
         try:
             timeout = aiohttp.ClientTimeout(total=5.0)
-            url = f"http://{address}/v1/neighbour/{rank}"
+            url = f"http://{address}/v1/neighbour/{rank}" + ("" if slot is None else f"?slot={slot}")
             async with self._client().post(url, data=body, headers=self._headers, timeout=timeout) as response:
                 await response.read()
                 return response.status == 204

@@ -55,7 +55,7 @@ class NonFiniteError(NotSavedError):
 class SaveOrder:
     """
     What to save. `parts` and `record_ranks` over the whole job; `workers` whose agents are there to write; `ordered`:
-    the coordinator said so.
+    the coordinator said so; `chosen`: worker 0 chose this one of several.
     """
 
     id: CheckpointId
@@ -66,6 +66,7 @@ class SaveOrder:
     topology: Topology
     workers: tuple[int, ...]
     ordered: bool = False
+    chosen: bool = False
 
 
 class Save:
@@ -132,8 +133,9 @@ class Save:
             raise NotSavedError("the snapshot is of an older layout")
         if any(not part.record.finite for part in parts):
             raise NonFiniteError(f"the state at step {self.order.id.step} holds NaN or infinity: it is not saved")
-        plan = await self._publish_plan(table)
+        # Before the storage is asked for anything, since it may be slow and the ranks go on.
         with self._pinned(parts), self._sources(table, parts) as sources:
+            plan = await self._publish_plan(table)
             for rank in self._mine(plan):
                 await self._write_rank(plan, rank, sources, parts)
         return plan

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from lastwords.agent.calls import Calls
 from lastwords.agent.offload import Offload
 from lastwords.agent.peers import PeerError, Peers
 from lastwords.agent.persist import METADATA_SECONDS, NonFiniteError, NotSavedError, Save, SaveError, SaveOrder
@@ -43,6 +44,7 @@ class Saver:
     ) -> None:
         self._worker = worker
         self._peers = peers
+        self.calls = Calls(worker, peers, on_change)
         self._checkpoints = checkpoints
         self._offload = offload
         self._on_change = on_change
@@ -114,6 +116,8 @@ class Saver:
             if order is not None:
                 self._begin(order)
             return
+        if current.order.chosen:
+            self.calls.repeat(current.order.id)
         newest = self._worker.order.attempt if self._worker.order is not None else 0
         if current.order.id.attempt < newest and not self._is_wanted(current.order.id):
             current.give_up()
@@ -125,7 +129,8 @@ class Saver:
                 current.give_up()
             return
         waited = now - current.waiting_since if current.waiting_since is not None else 0.0
-        if order.ordered or (waited > _SUPERSEDED_SECONDS and order.id > current.order.id):
+        called = order.chosen and current.order.chosen and not self.calls.leads
+        if order.ordered or called or (waited > _SUPERSEDED_SECONDS and order.id > current.order.id):
             current.give_up()
 
     def save_now(self, order: SaveOrder) -> None:
@@ -139,6 +144,7 @@ class Saver:
         """End whatever goes on; threads that are stuck are left behind."""
         if self._current is not None:
             self._current.give_up()
+        await self.calls.stop()
         tasks = [task for task in (self._task, self._load_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -185,10 +191,9 @@ class Saver:
     def _periodic(self) -> SaveOrder | None:
         ranks = list(self._worker.ranks.values())
         common = set.intersection(*(set(rank.snapshots) for rank in ranks)) if ranks else set()
-        if not common:
-            return None
-        step = max(common)
-        return self.of_all(step, ranks[0].snapshots[step].persist_kind)
+        step = self.calls.choose(common)
+        order = self.of_all(step, ranks[0].snapshots[step].persist_kind) if step is not None else None
+        return dataclasses.replace(order, chosen=True) if order is not None else None
 
     def of_all(self, step: int, kind: str) -> SaveOrder | None:
         """A save of the attempt in force that counts on all ranks, when this worker's parts of it are READY."""

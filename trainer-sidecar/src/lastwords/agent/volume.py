@@ -263,13 +263,18 @@ class Volume:
 
     # -- neighbours' records ----------------------------------------------------------------------
 
-    def keep_neighbour(self, body: bytes) -> bool:
-        """Keep a record of another worker's rank, the last two steps of each kind; False when it is none."""
+    def keep_neighbour(self, body: bytes, slot: int | None = None) -> bool:
+        """
+        Keep a record of another worker's rank; False when it is none.
+
+        The last two steps of each kind, and with `slot` that of the snapshot in this slot of the rank.
+        """
         record = parse_record(body)
         if record is None:
             return False
         head = record.head
-        name = f"{head.rank:05d}-{names.record_area_index(head.step, provisional=head.provisional)}"
+        area = names.record_area_index(head.step, provisional=head.provisional)
+        name = f"{head.rank:05d}-{area}" if slot is None else f"{head.rank:05d}-slot-{slot}"
         path = self.path(os.path.join(NEIGHBOURS, name))
         with open(f"{path}.new", "wb") as file:
             file.write(body)
