@@ -72,13 +72,15 @@ def of_wrapped(given: Mapping[str, str], *, ranks: tuple[int, ...], attempt: int
     result = dict(given)
     if len(ranks) == 1:
         result = of_rank(given, {}, rank=ranks[0], ranks=ranks, attempt=attempt)
+    workers = result.setdefault(names.WORKERS, "1")
     result.update(
         {
             names.ATTEMPT: str(attempt),
             names.WRAPPED: "1",
+            names.PROCESSES_PER_WORKER: str(len(ranks)),
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
-            "PET_NNODES": result.get(names.WORKERS, "1"),
+            "PET_NNODES": workers,
             "PET_NPROC_PER_NODE": str(len(ranks)),
             "PET_NODE_RANK": result[names.WORKER],
             "PET_MASTER_ADDR": host,
