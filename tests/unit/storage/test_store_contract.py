@@ -197,6 +197,19 @@ def test_O_34_without_links_what_a_dead_writer_began_is_finished_by_whoever_has_
     assert not store.create("x", b"abcdef"), "a whole one is not created again"
 
 
+def test_a_root_that_is_gone_is_not_made_anew(tmp_path: pathlib.Path) -> None:
+    store = PosixStore(tmp_path / "root")
+    store.create("a/x", b"1")
+    (tmp_path / "root").rename(tmp_path / "aside")
+    for call in (lambda: store.create("a/y", b"1"), lambda: store.write("a/x", [b"1"], 1)):
+        with pytest.raises(StorageError, match="the storage folder .* is not there") as caught:
+            call()
+        assert caught.value.kind == "gone"
+    assert not (tmp_path / "root").exists()
+    (tmp_path / "aside").rename(tmp_path / "root")
+    assert store.create("a/y", b"1")
+
+
 def test_O_34_nothing_is_ever_renamed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rename", "replace", "renames"):
         monkeypatch.setattr(f"os.{name}", lambda *_: pytest.fail("rename overwrites and may not be atomic"))

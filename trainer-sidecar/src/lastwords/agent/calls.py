@@ -65,7 +65,7 @@ class Calls:
             await self._peers.call_save(other, checkpoint.step, checkpoint.attempt)
             self._heard[other] = (checkpoint, time.monotonic())
         except PeerError as error:
-            log.info("worker %d was not called to save step %d: %s", other, checkpoint.step, error)
+            log.debug("worker %d was not called to save step %d: %s", other, checkpoint.step, error)
             await asyncio.sleep(_PAUSE_SECONDS)
         finally:
             del self._telling[other]

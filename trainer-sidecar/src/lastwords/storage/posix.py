@@ -46,14 +46,16 @@ class _File:
 
 class PosixStore:
     """
-    `base.Store` in the folder `root`. `on_step(name)` is called after every system call that changes something:
-    tests stop the writer there.
+    `base.Store` in the folder `root`, which is made at the first write and never again: were it gone later, as a
+    network mount may be, the files would go to another disk. `on_step(name)` is called after every system call that
+    changes something: tests stop the writer there.
     """
 
     def __init__(self, root: str | os.PathLike[str], on_step: Callable[[str], None] | None = None) -> None:
         self.root = os.path.abspath(root)
         self._on_step = on_step
         self._links: bool | None = None
+        self._made = False
 
     def create(self, path: str, data: bytes) -> bool:
         """See `base.Store`."""
@@ -208,15 +210,22 @@ class PosixStore:
             self._step("write")
         return done
 
-    def _make_folder(self, folder: str) -> None:
+    def _make_folder(self, folder: str, *, above: bool = False) -> None:
+        """`above`: it is one above the root."""
+        # Read before the look: another thread may make it in between.
+        made = self._made
         if os.path.isdir(folder):
+            self._made = self._made or not above
             return
+        if folder == self.root and made:
+            raise base.StorageError(f"the storage folder {folder} is not there (any more)", "gone")
         parent = os.path.dirname(folder)
-        self._make_folder(parent)
+        self._make_folder(parent, above=above or folder == self.root)
         try:
             os.mkdir(folder)
         except FileExistsError:
             return
+        self._made = self._made or not above
         self._step("mkdir")
         self._sync_folder(parent)
 
