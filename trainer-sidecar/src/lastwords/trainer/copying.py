@@ -65,6 +65,7 @@ class PartCopy:
 
     def run(self, target: Mapped) -> None:
         """Write header and all chunks."""
+        target.prefault()
         target.view[: len(self.header)] = self.header
         for copy in self.copies:
             copy_out(copy.source, target.address + copy.begin, copy.nbytes)

@@ -1,14 +1,12 @@
-"""Hints to the kernel about memory that tensors lie in."""
+"""Hints to the kernel about memory that is going to be written."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from typing import Any
 
-import torch
-
-_MADV_HUGEPAGE = 14
-_HUGE_BYTES = 2 * 1024 * 1024
+_MADV_POPULATE_WRITE = 23
 
 
 def _madvise() -> Any:
@@ -17,19 +15,16 @@ def _madvise() -> Any:
     return function
 
 
-_madvise_free = _madvise()
+_advise_free = _madvise()
 
 
-def expect_use(tensor: torch.Tensor) -> None:
+def populate(address: int, nbytes: int) -> None:
     """
-    The tensor's memory, not touched so far, will be written soon and whole: give it in huge pages.
+    Have the pages of this memory made at once; their contents stay. Where the kernel cannot, nothing happens.
 
-    That is a fault each 2 MiB instead of 4 KiB, which is most of what filling new memory takes. Where the kernel
-    cannot, it stays as it is.
+    In one call that is cheaper than a fault for each page. Huge pages would be cheaper still where free ones lie about,
+    and several times dearer where the kernel has to make room for them first: after a fault, in memory that has
+    been in use for long, it mostly has.
     """
-    if tensor.device.type != "cpu" or type(tensor) is not torch.Tensor:
-        return
-    begin = -(-tensor.data_ptr() // _HUGE_BYTES) * _HUGE_BYTES
-    end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // _HUGE_BYTES * _HUGE_BYTES
-    if end > begin:
-        _madvise_free(begin, end - begin, _MADV_HUGEPAGE)
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    _advise_free(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)

@@ -18,7 +18,7 @@ import torch
 from lastwords.protocol import chunks as chunks_
 from lastwords.protocol import snapshots, tensorfile, wire
 from lastwords.protocol.chunks import Chunk
-from lastwords.trainer import copying, served
+from lastwords.trainer import copying, memory, served
 from lastwords.trainer.collect import Live
 
 _STRIDE_BYTES = 512 * 1024
@@ -179,7 +179,9 @@ def _read_block(descriptor: int, inside: Sequence[_Piece], begin: int, end: int,
     for lo, hi, part in spans:
         if _sums(file):
             checksum = _read_span(descriptor, memoryview(spare), at, lo, checksum, file)
-        target = memoryview((ctypes.c_char * (hi - lo)).from_address(part.address + lo - part.begin)).cast("B")
+        address = part.address + lo - part.begin
+        memory.populate(address, hi - lo)
+        target = memoryview((ctypes.c_char * (hi - lo)).from_address(address)).cast("B")
         checksum = _read_span(descriptor, target, lo, hi, checksum, file)
         at = hi
     return _read_span(descriptor, memoryview(spare), at, end, checksum, file) if _sums(file) else 0

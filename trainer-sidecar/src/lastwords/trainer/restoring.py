@@ -19,7 +19,7 @@ from lastwords.protocol import codec, manifest, wire
 from lastwords.protocol.chunks import Chunk
 from lastwords.protocol.messages import RestoreSource
 from lastwords.protocol.pieces import PieceTable
-from lastwords.trainer import collect, copying, memory, randomness, reading
+from lastwords.trainer import collect, copying, randomness, reading
 from lastwords.trainer.collect import Collector
 from lastwords.trainer.parts import Parts
 from lastwords.trainer.reading import RestoreError, Source, WrongModelError
@@ -216,9 +216,7 @@ def _empty_state(chunk: Chunk, parameter: torch.Tensor, group: dict[str, Any]) -
     if chunk.shape == tuple(parameter.shape) and chunk.shape:
         # Same strides as torch's own optimizers give it, and of a sharded parameter the same shards.
         # Not filled, since the source has every value of it: that would touch all its memory once more.
-        made = torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
-        memory.expect_use(made)
-        return made
+        return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     if chunk.shape and collect.is_sharded(parameter):
         # As Adafactor makes its rows and columns: replicated over the parameter's mesh.
         return parameter.detach().new_zeros(chunk.shape, dtype=dtype)

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from lastwords.protocol import areas, codec, volume
 from lastwords.protocol.snapshots import SlotRecord
-
-_MADV_POPULATE_WRITE = 23
+from lastwords.trainer import memory
 
 
 class NoMemoryError(OSError):
@@ -47,16 +46,15 @@ class Mapped:
             ) from None
         finally:
             os.close(file)
+        self._mapped = False
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def prefault(self) -> None:
-        """Touch all pages now, so that the first snapshot does not pay for it. Contents stay."""
-        try:
-            self._map.madvise(_MADV_POPULATE_WRITE)
-        except (OSError, ValueError):
-            # Older kernels: the pages are allocated, the first copy maps them.
-            pass
+        """Map all pages at once, when they are about to be written. Contents stay."""
+        if not self._mapped:
+            memory.populate(self.address, self.nbytes)
+            self._mapped = True
 
 
 class Slot:
