@@ -375,7 +375,11 @@ async def test_O_36_a_storage_that_stalls_stops_neither_training_nor_the_end_of_
             await world.coordinator.wait(
                 0, lambda r, s=step: all(k.step == s for k in r.ranks), f"step {step} is told", 5.0
             )
-        assert world.coordinator.reports[0].storage.persisting == CheckpointId(step=1, attempt=1)
+        storage = world.coordinator.reports[0].storage
+        assert storage.persisting == CheckpointId(step=1, attempt=1)
+        await world.coordinator.wait(
+            0, lambda r: r.storage.persisting_seconds > storage.persisting_seconds > 0, "how long it takes is told"
+        )
         lines = [line.split()[2:] for line in (tmp_path / "windows").read_text().splitlines()]
         assert lines[-1] == ["agent", "persist", "begin"]
         for rank in world.ranks.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lastwords.protocol.lineage import LineageEntry
-from lastwords.protocol.messages import AgentReport, RankState, RestorePlan, RestoreSource, RunState
+from lastwords.protocol.messages import AgentReport, RankState, RestorePlan, RestoreSource, RunState, StorageReport
 from lastwords_operator.core import breakdown, ending, faults, plans, policy, restore
 from lastwords_operator.core.draft import Draft
 from lastwords_operator.core.model import HoldRelease, JobState, Stop, StopKind
@@ -14,6 +14,9 @@ from lastwords_operator.core.observation import Observation
 MOST_LINEAGE = 100
 PROGRESS_SECONDS = 10.0
 """How often the status follows the steps, at most."""
+SLOW_SAVE_SECONDS = 60.0
+SLOW_SAVE_TIMES = 3.0
+"""A save that takes longer than a minute, and so many times as long as the last one, is told."""
 SPURIOUS_HOLD_SECONDS = 2.0
 """A worker that held itself and shows no fault for so long is released."""
 
@@ -71,8 +74,19 @@ def _checkpoints(draft: Draft) -> None:
         text = f"The last {worst.failures_in_row} saves failed: {worst.error}. Training goes on"
         if draft.condition("CheckpointHealthy", False, "SaveFailed", text):
             draft.event("SaveFailed", text, warning=True)
+    elif slow := [report.storage for report in obs.reports().values() if _is_slow(report.storage)]:
+        worst = max(slow, key=lambda storage: storage.persisting_seconds)
+        step = worst.persisting.step if worst.persisting is not None else 0
+        minutes = int(worst.persisting_seconds // 60)
+        text = f"The save of step {step} has been going on for over {minutes} min. Training goes on"
+        if draft.condition("CheckpointHealthy", False, "SaveSlow", text):
+            draft.event("SaveSlow", text, warning=True)
     elif obs.reports():
         draft.condition("CheckpointHealthy", True, "Saving")
+
+
+def _is_slow(storage: StorageReport) -> bool:
+    return storage.persisting_seconds > max(SLOW_SAVE_SECONDS, SLOW_SAVE_TIMES * storage.commit_seconds_last)
 
 
 def _repeats(obs: Observation) -> bool:

@@ -60,6 +60,8 @@ class Saver:
         self._non_finite: set[CheckpointId] = set()
         self._failed: dict[CheckpointId, tuple[int, float]] = {}
         self._failures_in_row = 0
+        self._skipped = 0
+        self._began = 0.0
         self._error = ""
         self._persist_seconds = 0.0
         self._commit_seconds = 0.0
@@ -70,7 +72,9 @@ class Saver:
             loaded=self._loaded,
             checkpoints=tuple(self._infos[i] for i in sorted(self._infos, key=retention.age)),
             persisting=self._current.order.id if self._current is not None else None,
+            persisting_seconds=time.monotonic() - self._began if self._current is not None else 0.0,
             failures_in_row=self._failures_in_row,
+            skipped=self._skipped,
             error=self._error or self._load_error,
             persist_seconds_last=self._persist_seconds,
             commit_seconds_last=self._commit_seconds,
@@ -244,7 +248,7 @@ class Saver:
         return body
 
     async def _run(self, save: Save) -> None:
-        began = time.monotonic()
+        began = self._began = time.monotonic()
         try:
             made = await save.run()
         except NonFiniteError as error:
@@ -252,6 +256,7 @@ class Saver:
             self._worker.notice("non-finite", str(error))
         except NotSavedError as error:
             log.info("step %d is not saved: %s", save.order.id.step, error)
+            self._skipped += 1
             if not save.order.ordered:
                 self._closed.add(save.order.id)
             elif not save.given_up:

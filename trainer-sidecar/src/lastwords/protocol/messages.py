@@ -147,7 +147,11 @@ class StorageReport:
     """The inventory of checkpoints has been read since the agent started."""
     checkpoints: tuple[CheckpointInfo, ...] = ()
     persisting: CheckpointId | None = None
+    persisting_seconds: float = 0.0
+    """How long that has been going on."""
     failures_in_row: int = 0
+    skipped: int = 0
+    """Saves of this agent that were given up: their snapshot was needed for another one, or a newer one was due."""
     error: str = ""
     persist_seconds_last: float = 0.0
     commit_seconds_last: float = 0.0
