@@ -23,7 +23,7 @@ from lastwords.protocol.messages import AgentReport, Hello, WorkerOrder
 log = logging.getLogger("lastwords.agent")
 
 PATH = "/v1/agent"
-URGENT_SECONDS = 0.02
+URGENT_SECONDS = 0.005
 CHANGE_SECONDS = 0.1
 """Boundaries alone are told this often: each report is work for the coordinator, and steps may take milliseconds."""
 AT_LEAST_SECONDS = 1.0

@@ -32,6 +32,7 @@ _PREWARM = (
     # The first optimizer or DistributedDataParallel imports it: more than a second.
     "torch._dynamo",
     "lastwords.trainer.checkpointer",
+    "lastwords.trainer.rank_main",
 )
 
 
