@@ -89,6 +89,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     one.add_argument(
         "--replicas", type=_count, metavar="N", help="other workers that keep each snapshot too (default 0)"
     )
+    one.add_argument("--keep-every", type=_positive, metavar="STEPS", help="keep a checkpoint every so many for good")
     one.add_argument("--max-restarts", type=_count, metavar="N", help="restarts before the job fails (default 10)")
     one.add_argument(
         "--hang-seconds", type=_seconds, metavar="S", help="no step may take longer, unless it did before (default 30)"
@@ -147,6 +148,7 @@ def _run(options: argparse.Namespace) -> int:
         directory=options.dir,
         save_every=options.save_every,
         replicas=options.replicas,
+        keep_every=options.keep_every,
         max_restarts=options.max_restarts,
         hang_seconds=options.hang_seconds,
     )

@@ -28,7 +28,7 @@ spec:
   checkpoint:
     storage: {uri: "file:///checkpoints"}
     interval: {mode: Fixed, steps: 20}
-    retention: {last: 5}
+    retention: {last: 5, keepEvery: 500}
   lastWords: {timeoutSeconds: 30}
   failurePolicy:
     maxRestarts: 4
@@ -43,6 +43,7 @@ def test_a_job_and_what_the_core_makes_of_it() -> None:
     job = load_job(TEXT, "job.yaml")
     spec = to_core(job)
     assert (spec.name, spec.workers, spec.processes_per_worker, spec.keep_last) == ("tiny-gpt", 2, 3, 5)
+    assert spec.keep_every == 500
     assert (spec.interval.mode, spec.interval.steps) == (IntervalMode.FIXED_STEPS, 20)
     assert (spec.last_words, spec.last_words_timeout, spec.policy.max_restarts) == (True, 30.0, 4)
     first, second = spec.policy.rules
@@ -64,7 +65,12 @@ BAD = [
     ("replicas: 2", 'replicas: "2"', "spec.workers.replicas: input should be a valid integer; it is '2'"),
     ("replicas: 2", "replicas: 0", "spec.workers.replicas: input should be greater than or equal to 1; it is 0"),
     ("retention:", "retentoin:", "spec.checkpoint.retentoin: unknown key; did you mean retention?"),
-    ("{last: 5}", "{keep: 5}", "spec.checkpoint.retention.keep: unknown key; known here: last"),
+    ("{last: 5,", "{newest: 5,", "spec.checkpoint.retention.newest: unknown key; known here: last, keepEvery"),
+    (
+        "keepEvery: 500",
+        "keepEvery: 0",
+        "spec.checkpoint.retention.keepEvery: input should be greater than or equal to 1",
+    ),
     (
         "steps: 20",
         "steps: 20, seconds: 3",

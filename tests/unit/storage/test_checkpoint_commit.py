@@ -15,6 +15,7 @@ import pytest
 
 from lastwords.protocol.manifest import CheckpointId
 from lastwords.storage.checkpoints import CheckpointError, JobCheckpoints
+from lastwords.storage.retention import Keep
 from tests.unit.storage import support
 from tests.unit.storage.support import Place
 
@@ -177,7 +178,7 @@ def test_a_reader_finds_only_whole_checkpoints_while_they_are_written_and_remove
     writer = place.job()
     for step in range(2, 8):
         support.save(writer, step=step)
-        writer.retain(2, ())
+        writer.retain(Keep(last=2), ())
     over.set()
     reader.join()
     assert problems == []

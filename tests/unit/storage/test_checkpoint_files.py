@@ -15,6 +15,7 @@ from lastwords.protocol import codec, manifest, snapshots, tensorfile
 from lastwords.protocol.manifest import IncompleteError
 from lastwords.storage import checkpoints, streams
 from lastwords.storage.checkpoints import CheckpointError, ClaimedError
+from lastwords.storage.retention import Keep
 from tests.unit.storage import support
 from tests.unit.storage.conftest import Fresh
 
@@ -157,7 +158,7 @@ def test_folders_that_only_look_like_ours_are_left_alone(tmp_path: pathlib.Path)
     for name in ("step-10-old", "step-000000000099-a1.bak", "notes"):
         (tmp_path / "ns/job" / name).mkdir()
     assert job.list_folders() == [support.identify(10)]
-    job.retain(1, ())
+    job.retain(Keep(last=1), ())
     assert (tmp_path / "ns/job/notes").is_dir()
 
 

@@ -12,6 +12,7 @@ from lastwords.protocol.messages import CheckpointInfo
 from lastwords.storage import retention
 from lastwords.storage.checkpoints import JobCheckpoints
 from lastwords.storage.posix import PosixStore
+from lastwords.storage.retention import Keep
 from tests.unit.storage import support
 from tests.unit.storage.conftest import Fresh
 
@@ -31,7 +32,7 @@ def good(infos: list[CheckpointInfo]) -> list[CheckpointId]:
 def test_O_15_the_newest_good_ones_and_those_in_use_are_never_chosen(
     infos: list[CheckpointInfo], keep_last: int, in_use: set[CheckpointId]
 ) -> None:
-    gone = retention.choose_deletions(infos, keep_last, in_use)
+    gone = retention.choose_deletions(infos, Keep(last=keep_last), in_use)
     left = [info for info in infos if info.id not in gone]
     assert set(gone) <= {info.id for info in infos}
     assert not set(gone) & in_use
@@ -39,14 +40,14 @@ def test_O_15_the_newest_good_ones_and_those_in_use_are_never_chosen(
     # No more than wanted is kept either.
     extra = set(good(left)) - set(good(infos)[-keep_last:])
     assert extra <= in_use
-    assert retention.choose_deletions(left, keep_last, in_use) == (), "a second time there is nothing to do"
+    assert retention.choose_deletions(left, Keep(last=keep_last), in_use) == (), "a second time there is nothing to do"
 
 
 @given(st.lists(INFOS, unique_by=lambda info: info.id), st.integers(1, 3))
 def test_O_16_bad_ones_push_nothing_out_and_go_when_they_are_old(infos: list[CheckpointInfo], keep_last: int) -> None:
-    gone = set(retention.choose_deletions(infos, keep_last, ()))
+    gone = set(retention.choose_deletions(infos, Keep(last=keep_last), ()))
     only_good = [info for info in infos if info.finite and not info.rejected]
-    assert gone & set(good(infos)) == set(retention.choose_deletions(only_good, keep_last, ()))
+    assert gone & set(good(infos)) == set(retention.choose_deletions(only_good, Keep(last=keep_last), ()))
     if good(infos):
         oldest = retention.age(good(infos)[-keep_last:][0])
         assert not [i.id for i in infos if retention.age(i.id) < oldest and i.id not in gone]
@@ -56,10 +57,35 @@ def test_O_15_order_is_that_of_numbers_and_of_attempts() -> None:
     def info(step: int, attempt: int = 1) -> CheckpointInfo:
         return CheckpointInfo(id=support.identify(step, attempt))
 
-    assert retention.choose_deletions([info(9_900), info(10_000)], 1, ()) == (support.identify(9_900),)
+    assert retention.choose_deletions([info(9_900), info(10_000)], Keep(last=1), ()) == (support.identify(9_900),)
     # Attempt 2 went on from step 50 of attempt 1: its step 60 is what the job has come to.
-    assert retention.choose_deletions([info(100, 1), info(60, 2)], 1, ()) == (support.identify(100, 1),)
-    assert retention.choose_deletions([info(1)], 0, ()) == (), "one is always kept"
+    assert retention.choose_deletions([info(100, 1), info(60, 2)], Keep(last=1), ()) == (support.identify(100, 1),)
+    assert retention.choose_deletions([info(1)], Keep(last=0), ()) == (), "one is always kept"
+
+
+@given(st.lists(INFOS, unique_by=lambda info: info.id), st.integers(1, 3), st.sampled_from([1, 7, 100, 1000]))
+def test_keep_every_keeps_one_good_one_of_every_so_many_steps_for_good(
+    infos: list[CheckpointInfo], last: int, every: int
+) -> None:
+    gone = set(retention.choose_deletions(infos, Keep(last=last, every=every), ()))
+    assert gone <= set(retention.choose_deletions(infos, Keep(last=last), ())), "it only ever keeps more"
+    left = [i for i in good(infos) if i not in gone]
+    for number in {i.step // every for i in good(infos)} - {0}:
+        there = [i for i in good(infos) if i.step // every == number]
+        newest = max(i.attempt for i in there)
+        assert min(i for i in there if i.attempt == newest) in left
+    new = good(infos)[-last:]
+    assert len(set(left) - set(new)) <= len({i.step // every for i in left}), "and no more than one for each"
+    assert not retention.choose_deletions([i for i in infos if i.id not in gone], Keep(last=last, every=every), ())
+
+
+def test_keep_every_as_saves_go_by() -> None:
+    kept: list[CheckpointInfo] = []
+    for step in range(30, 1000, 70):
+        kept.append(CheckpointInfo(id=support.identify(step)))
+        gone = retention.choose_deletions(kept, Keep(last=2, every=300), ())
+        kept = [info for info in kept if info.id not in gone]
+    assert [info.id.step for info in kept] == [310, 660, 870, 940]
 
 
 def test_remains_go_only_when_a_newer_one_is_committed_and_nobody_writes_them() -> None:
@@ -105,7 +131,7 @@ def test_O_15_whatever_happens_the_newest_good_checkpoint_is_there(
                 support.write(job, support.plan(step, attempt), ranks=(0,))
             else:
                 newest = support.save(job, step, attempt).id
-                job.retain(keep_last, ())
+                job.retain(Keep(last=keep_last), ())
         except Crash:
             pass
         left = 0
@@ -146,5 +172,5 @@ def test_a_delete_that_is_interrupted_leaves_no_half_checkpoint(tmp_path: pathli
         assert job.list_checkpoints() == []
         assert not (folder / "ns/job" / support.identify(10).folder / MANIFEST).exists()
         support.save(job, step=20)
-        job.retain(3, ())
+        job.retain(Keep(last=3), ())
         assert job.list_folders() == [support.identify(20)], "the remains are cleaned up"

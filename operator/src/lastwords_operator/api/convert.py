@@ -33,6 +33,7 @@ def to_core(job: FaultTolerantJob) -> JobSpec:
         processes_per_worker=spec.workers.processes,
         interval=_interval(spec.checkpoint.interval),
         keep_last=spec.checkpoint.retention.last,
+        keep_every=spec.checkpoint.retention.keep_every or 0,
         replicas=spec.checkpoint.replicas,
         last_words=spec.last_words.mode is LastWordsMode.ENABLED,
         last_words_timeout=spec.last_words.timeout_seconds,

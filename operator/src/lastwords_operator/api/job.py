@@ -154,9 +154,10 @@ class IntervalSpec(_Strict):
 
 
 class Retention(_Strict):
-    """How many of the newest checkpoints are kept."""
+    """The newest `last` checkpoints are kept, and with `keepEvery` the first at or after every so many steps."""
 
     last: Count = Field(default=3, ge=1)
+    keep_every: Count | None = Field(default=None, ge=1)
 
 
 class ResumeFrom(enum.StrEnum):

@@ -107,6 +107,8 @@ class JobSpec:
     processes_per_worker: int
     interval: Interval = Interval()
     keep_last: int = 3
+    keep_every: int = 0
+    """Beside these, the first checkpoint at or after every so many steps; 0 = none."""
     replicas: int = 0
     """Other workers that keep each snapshot of a worker."""
     last_words: bool = True

@@ -76,6 +76,7 @@ def _order(observation: Observation, worker: int) -> WorkerOrder:
         plan=status.plan if running else None,
         replicas=spec.replicas,
         keep_last=spec.keep_last,
+        keep_every=spec.keep_every,
         in_use=_in_use(status),
         kill_grace_seconds=0.0 if running or not status.stop else KILL_GRACE_SECONDS,
     )

@@ -33,6 +33,7 @@ class Flags:
     save_every: Mapping[str, float] | None = None
     """{"seconds": s} or {"steps": n}."""
     replicas: int | None = None
+    keep_every: int | None = None
     max_restarts: int | None = None
     hang_seconds: float | None = None
 
@@ -80,7 +81,7 @@ def _from_file(flags: Flags, path: pathlib.Path) -> Asked:
     given: list[tuple[str, object]] = [("--workers", flags.workers), ("--procs", flags.procs), ("--name", flags.name)]
     given += [("--save-every", flags.save_every), ("--replicas", flags.replicas)]
     given += [("--max-restarts", flags.max_restarts), ("--hang-seconds", flags.hang_seconds)]
-    given += [("a command", flags.argv or None)]
+    given += [("--keep-every", flags.keep_every), ("a command", flags.argv or None)]
     both = [name for name, value in given if value is not None]
     if both:
         raise AskedError(f"{both[0]} and -f do not go together: write it into {path}")
@@ -127,7 +128,12 @@ def _manifest(flags: Flags, name: str, storage: str) -> dict[str, Any]:
                 "processesPerWorker": flags.procs or 1,
                 "template": {"spec": {"containers": [trainer]}},
             },
-            "checkpoint": {"storage": {"uri": uri}, "interval": interval, "replicas": flags.replicas or 0},
+            "checkpoint": {
+                "storage": {"uri": uri},
+                "interval": interval,
+                "retention": {"keepEvery": flags.keep_every},
+                "replicas": flags.replicas or 0,
+            },
             "failurePolicy": policy,
             "deadlines": deadlines,
         },

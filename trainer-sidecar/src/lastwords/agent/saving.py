@@ -301,9 +301,9 @@ class Saver:
         order = self._worker.order
         if order is None:
             return
-        keep, in_use = order.keep_last, order.in_use
         try:
-            retain = functools.partial(self._checkpoints.retain, keep, in_use)
+            keep = retention.Keep(last=order.keep_last, every=order.keep_every)
+            retain = functools.partial(self._checkpoints.retain, keep, order.in_use)
             gone = await self._offload.run(retain, self._worker.settings.save_seconds)
         except StorageError as error:
             log.warning("old checkpoints could not be removed: %s", error)

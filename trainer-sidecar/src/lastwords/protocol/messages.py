@@ -303,6 +303,8 @@ class WorkerOrder:
     replicas: int = 0
     """How many other workers keep each snapshot of this one."""
     keep_last: int = 3
+    keep_every: int = 0
+    """Beside these, the first checkpoint at or after every so many steps; 0 = none."""
     in_use: tuple[CheckpointId, ...] = ()
     """Checkpoints that retention must not touch."""
     kill_grace_seconds: float = 0.0

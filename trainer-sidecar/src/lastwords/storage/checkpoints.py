@@ -305,14 +305,14 @@ class JobCheckpoints:
         _again(lambda: self.store.remove(folder))
 
     def retain(
-        self, keep_last: int, in_use: Collection[CheckpointId], in_progress: Collection[CheckpointId] = ()
+        self, keep: retention.Keep, in_use: Collection[CheckpointId], in_progress: Collection[CheckpointId] = ()
     ) -> tuple[CheckpointId, ...]:
         """Delete what is not to be kept, remains of older saves included; returns it."""
         infos = self.list_checkpoints(in_use)
         committed = [info.id for info in infos]
         good = [info.id for info in infos if info.finite and not info.rejected]
         open_ = [found for found in self.list_folders() if found not in committed]
-        gone = retention.choose_deletions(infos, keep_last, in_use)
+        gone = retention.choose_deletions(infos, keep, in_use)
         gone += retention.choose_remains(open_, good, {*in_progress, *in_use})
         for checkpoint in gone:
             self.delete(checkpoint)
