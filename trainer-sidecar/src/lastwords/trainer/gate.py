@@ -3,10 +3,15 @@ The gate before an update: where a held rank waits, and the update counter that 
 
 The counter is odd from the first optimizer step after a boundary until the next boundary. Counter and hold flag
 change under one lock, so that whoever has seen "held" and "even" knows that no update begins.
+
+Python may be ahead of an accelerator. What the control block says, and what everybody else goes by, is in the device's
+order: step and counter are written when the device has come to where Python changed them.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +19,20 @@ from collections.abc import Callable
 from lastwords.protocol import control, wire
 from lastwords.protocol.control import Word
 from lastwords.trainer import faultpoints
+from lastwords.trainer.device import Cpu, Device, Mark
+
+WATCH_SECONDS = 0.001
+"""How often an accelerator is asked how far it has come."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What holds once the device has reached the mark."""
+
+    mark: Mark
+    counter: int
+    step: int | None = None
+    """None: an update begins."""
 
 
 class Gate:
@@ -26,8 +45,19 @@ class Gate:
         self._hold = 0
         self._held = False
         self._release_to: int | None = None
+        self.device: Device = Cpu()
+        self._ordered_counter = control.get(block, Word.UPDATE_COUNTER)
+        self._coming: collections.deque[_Change] = collections.deque()
+        self._untold = False
+        """Whoever asked has seen the device come further, and the agent has not heard of it."""
         self.dying = False
         """Set when the script ended with an exception: nothing waits at the gate any more."""
+
+    def on_device(self, device: Device) -> None:
+        """Say where the state lives, before the first step."""
+        self.device = device
+        if device.asynchronous:
+            threading.Thread(target=self._watch, name="lastwords-device", daemon=True).start()
 
     # -- asked by the session thread --------------------------------------------------------------
 
@@ -66,24 +96,68 @@ class Gate:
 
     def state(self) -> wire.HoldState:
         """Answer to a hold."""
-        return wire.HoldState(
-            hold=self._hold,
-            step=max(control.get(self._block, Word.STEP) - 1, 0),
-            odd=self.odd,
-            at_gate=bool(control.get(self._block, Word.AT_GATE)),
-        )
+        with self._changed:
+            self._observe()
+            return wire.HoldState(
+                hold=self._hold,
+                step=max(control.get(self._block, Word.STEP) - 1, 0),
+                odd=bool(control.get(self._block, Word.UPDATE_COUNTER) & 1),
+                at_gate=bool(control.get(self._block, Word.AT_GATE)),
+            )
 
     # -- the state --------------------------------------------------------------------------------
 
     @property
     def odd(self) -> bool:
-        """Whether an update has begun and its boundary is not passed."""
-        return bool(control.get(self._block, Word.UPDATE_COUNTER) & 1)
+        """Whether an update has begun on the device and its boundary is not passed there."""
+        return bool(self.counter & 1)
 
     @property
     def counter(self) -> int:
-        """The update counter."""
-        return control.get(self._block, Word.UPDATE_COUNTER)
+        """The update counter, in the device's order."""
+        with self._changed:
+            self._observe()
+            return control.get(self._block, Word.UPDATE_COUNTER)
+
+    @property
+    def ordered_counter(self) -> int:
+        """The update counter in Python's order: what the device will come to."""
+        return self._ordered_counter
+
+    @property
+    def updating(self) -> bool:
+        """Whether Python is between the begin of an update and its boundary."""
+        return bool(self._ordered_counter & 1)
+
+    def _order(self, step: int | None = None) -> None:
+        self._coming.append(_Change(self.device.mark(), self._ordered_counter, step))
+        self._observe()
+        self._changed.notify_all()
+
+    def _observe(self) -> bool:
+        """Write what the device has come to. With the lock held. Returns whether anything changed."""
+        changed = False
+        while self._coming and self._coming[0].mark.reached():
+            change = self._coming.popleft()
+            if change.step is not None:
+                # STEP, then the even counter: a reader that sees "even" sees the step that belongs to it.
+                control.put(self._block, Word.STEP, change.step + 1)
+            control.put(self._block, Word.UPDATE_COUNTER, change.counter)
+            changed = self._untold = True
+        if changed:
+            self._changed.notify_all()
+        return changed
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._coming or self._untold):
+                    self._changed.wait()
+                self._observe()
+                untold, self._untold = self._untold, False
+            if untold:
+                self.tell()
+            time.sleep(WATCH_SECONDS)
 
     # -- called by the main thread ----------------------------------------------------------------
 
@@ -92,24 +166,35 @@ class Gate:
         with self._changed:
             self._wait_while_held(step)
             faultpoints.begin("update")
-            control.put(self._block, Word.UPDATE_COUNTER, control.get(self._block, Word.UPDATE_COUNTER) | 1)
+            self._ordered_counter |= 1
+            self._order()
         self.tell()
 
     def before_boundary(self, step: int) -> None:
         """A step without an update has no pre-hook to stop it: it stops here, before its boundary."""
         if self._held:
             with self._changed:
-                if not self.odd:
+                if not self.updating:
                     self._wait_while_held(step)
 
-    def pass_boundary(self, step: int) -> None:
-        """Write STEP, then the even counter: a reader that sees `even` sees the step that belongs to it."""
+    def let_device_come_to(self, step: int) -> None:
+        """
+        Wait until the device has come to the boundary of `step`.
+
+        Records of two steps are kept: Python may be one boundary ahead of the device, not more.
+        """
         with self._changed:
-            was_odd = self.odd
-            control.put(self._block, Word.STEP, step + 1)
-            if was_odd:
-                control.put(self._block, Word.UPDATE_COUNTER, control.get(self._block, Word.UPDATE_COUNTER) + 1)
+            while control.get(self._block, Word.STEP) <= step and not self.dying:
+                if not self._observe():
+                    self._changed.wait(WATCH_SECONDS)
+
+    def pass_boundary(self, step: int) -> None:
+        """The state is that of `step`, once the device is through."""
+        with self._changed:
+            if self.updating:
+                self._ordered_counter += 1
                 faultpoints.end("update")
+            self._order(step)
         self.tell()
 
     def _wait_while_held(self, step: int) -> None:

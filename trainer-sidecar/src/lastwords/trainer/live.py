@@ -22,9 +22,9 @@ class LiveCopyError(Exception):
 
 
 class LiveCopier:
-    """Answers `CopyLive`. `rest` gives the state at the last boundary."""
+    """Answers `CopyLive`. `rest(step)` gives the state at that boundary, if it is one of the last two."""
 
-    def __init__(self, session: Session, stager: Stager, rest: Callable[[], Rest | None]) -> None:
+    def __init__(self, session: Session, stager: Stager, rest: Callable[[int], Rest | None]) -> None:
         self._session = session
         self._stager = stager
         self._rest = rest
@@ -64,10 +64,11 @@ class LiveCopier:
                 raise LiveCopyError(f"this rank does not hold {missing} of rank {rank}") from None
             areas.invalidate(slot.commit.view)
             data = slot.resize(part.nbytes)
-            part.run(data)
+            with session.gate.device.copying():
+                part.run(data)
             written.append((slot, part, data))
         self._resting(order.step)
-        if rest.state.versions() != rest.versions:
+        if not rest.untouched(session.gate):
             raise LiveCopyError("a tensor has been changed since the boundary")
         for slot, part, data in written:
             record = rest.record if slot.rank == session.rank else self._neighbours_record(slot.rank, rest.step)
@@ -77,10 +78,10 @@ class LiveCopier:
 
     def _resting(self, step: int) -> Rest:
         session = self._session
-        rest = self._rest()
         if session.gate.odd:
             raise LiveCopyError("an update has begun")
-        if rest is None or rest.step != step or session.get(Word.STEP) - 1 != step:
+        rest = self._rest(step)
+        if rest is None or session.get(Word.STEP) - 1 != step:
             at = session.get(Word.STEP) - 1
             raise LiveCopyError(f"the state is of step {at}, wanted is {step}")
         if session.gate.counter != rest.counter:

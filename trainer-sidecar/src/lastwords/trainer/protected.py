@@ -9,7 +9,7 @@ import time
 from lastwords.protocol import environment, wire
 from lastwords.protocol.control import Phase, Word
 from lastwords.protocol.messages import RestoreSource
-from lastwords.trainer import faultpoints, hooks, restoring, slots
+from lastwords.trainer import device, faultpoints, hooks, restoring, slots
 from lastwords.trainer.collect import Collector
 from lastwords.trainer.hoststate import HostStateError
 from lastwords.trainer.live import LiveCopier
@@ -34,6 +34,8 @@ class Protected:
         self._collector = collector
         self.step = 0
         self._rest: Rest | None = None
+        self._rest_before: Rest | None = None
+        """That of the boundary before: a device that Python is ahead of may still be there."""
         self._save_requested = False
         self._newest_job: Job | None = None
         self._finished = False
@@ -46,7 +48,7 @@ class Protected:
         self._recorder = Recorder(parts, collector, session.rank, session.attempt, records)
         self._planner = Planner(welcome.plan, session.topology.world, session.store_client)
         self._stager = Stager(session, (self._order.step, self._order.attempt))
-        self._live = LiveCopier(session, self._stager, lambda: self._rest)
+        self._live = LiveCopier(session, self._stager, self._rest_of)
         self._hooks = hooks.UpdateHooks(parts.optimizers.values(), self._before_update)
         self._backwards = 0
         """Backward passes since the boundary, up to the first update."""
@@ -61,6 +63,9 @@ class Protected:
         for module in parts.modules.values():
             self._watched.watch_outputs(module)
         self._neighbour = NeighbourRecords(session)
+        session.gate.on_device(
+            device.of(parameter for module in parts.modules.values() for parameter in module.parameters())
+        )
         session.on(wire.NewPlan, self._planner.offer)
         session.before_end = self._script_ends
 
@@ -115,7 +120,7 @@ class Protected:
 
         Of several in one step (gradient accumulation) only the last one has that effect, and only it is told of.
         """
-        if self._session.gate.odd:
+        if self._session.gate.updating:
             return
         self._backwards += 1
         if self._backwards >= self._usual_backwards:
@@ -131,7 +136,7 @@ class Protected:
     def _before_update(self) -> None:
         """The first optimizer of the step is about to change the state."""
         gate = self._session.gate
-        if gate.odd:
+        if gate.updating:
             return
         began = time.monotonic_ns()
         self._recorder.write_provisional(self.step + 1, self._session.get(Word.GENERATION), early=False)
@@ -145,6 +150,7 @@ class Protected:
         """The boundary. `last`: the loop ends here, the final snapshot follows."""
         session, step = self._session, self.step + 1
         session.gate.before_boundary(self.step)
+        session.gate.let_device_come_to(self.step)
         began = time.monotonic_ns()
         faultpoints.begin("boundary")
         self._hooks.reset()
@@ -155,7 +161,7 @@ class Protected:
         self._recorder.write(step, record)
         self.step = step
         # Before STEP shows it: whoever asks for a live copy of this step must find it.
-        self._rest = self._resting(record)
+        self._rest_before, self._rest = self._rest, self._resting(record)
         session.gate.pass_boundary(step)
         session.put(Word.BOUNDARY_NS, began)
         session.put(Word.STEP_NS, began - self._boundary_ns)
@@ -201,9 +207,13 @@ class Protected:
 
     def _resting(self, record: bytes) -> Rest:
         state = self._collector.state
-        counter = self._session.gate.counter
+        counter = self._session.gate.ordered_counter
         counter += counter & 1
         return Rest(self.step, counter, state.versions(), record, state, self._layout_number)
+
+    def _rest_of(self, step: int) -> Rest | None:
+        """The state at the last boundary or the one before."""
+        return next((rest for rest in (self._rest, self._rest_before) if rest is not None and rest.step == step), None)
 
     def _stalled(self, nanoseconds: int, *, first: bool = False) -> None:
         """Boundary (`first`) and the wait before the next update make up the stall of a step."""
@@ -221,7 +231,7 @@ class Protected:
 
     def save(self) -> None:
         """Snapshot and persist the state of the last boundary, or of the next one when an update has begun."""
-        if self._session.gate.odd or self._rest is None:
+        if self._session.gate.updating or self._rest is None:
             self._save_requested = True
         else:
             self._submit(persist=True, kind="requested", must=True)
@@ -264,7 +274,7 @@ class Protected:
 
     def _script_ends(self) -> None:
         """The script has ended normally without `steps()`: its last boundary is the final state."""
-        if not self._finished and self._rest is not None and not self._session.gate.odd:
+        if not self._finished and self._rest is not None and not self._session.gate.updating:
             self.finish()
 
     def set_phase(self, name: str, timeout_seconds: float | None) -> None:

@@ -22,6 +22,7 @@ from lastwords.trainer import copying, faultpoints, slots
 from lastwords.trainer.agreement import Agreement
 from lastwords.trainer.collect import State
 from lastwords.trainer.floors import Floors
+from lastwords.trainer.gate import WATCH_SECONDS, Gate
 from lastwords.trainer.replication import Replication
 from lastwords.trainer.session import Session
 
@@ -45,6 +46,16 @@ class Rest:
     record: bytes
     state: State
     layout_number: int
+
+    def untouched(self, gate: Gate) -> bool:
+        """
+        Whether no update has begun on the device and nobody has written the tensors behind its back since the boundary.
+
+        The latter can be told only as long as Python has not queued the next update either.
+        """
+        if gate.counter != self.counter:
+            return False
+        return gate.ordered_counter != self.counter or self.state.versions() == self.versions
 
 
 @dataclasses.dataclass
@@ -156,7 +167,9 @@ class Stager:
                 committed = slot.committed()
                 if committed is None or committed.file_bytes == need:
                     try:
-                        slot.resize(need).prefault()
+                        # Its pages are mapped at the first copy: after a restore the first step goes on beside this.
+                        data = slot.resize(need)
+                        self._session.gate.device.pin(data.address, data.nbytes)
                     except slots.NoMemoryError as error:
                         self._usable = slot.slot
                         self._tell_memory(slot.slot, need, room, str(error))
@@ -216,6 +229,9 @@ class Stager:
             self._count(Word.SNAPSHOTS_SKIPPED)
             return
         part = self.part_copy(job.rest.state, table, self._rank)
+        if not self._device_is_at(job):
+            self._count(Word.SNAPSHOTS_SKIPPED)
+            return
         slot = self._invalidated_slot(job)
         if slot is None:
             self._count(Word.SNAPSHOTS_SKIPPED)
@@ -225,16 +241,24 @@ class Stager:
         finally:
             self.lock.release()
 
+    def _device_is_at(self, job: Job) -> bool:
+        """Wait until the device has come to the boundary. No lock is held: it may hang, and a live copy be wanted."""
+        gate = self._session.gate
+        while gate.counter < job.rest.counter and not self._closed:
+            time.sleep(WATCH_SECONDS)
+        return not self._closed
+
     def _fill(self, job: Job, table: PieceTable, part: copying.PartCopy, slot: slots.Slot) -> None:
         began = time.monotonic_ns()
         faultpoints.begin("snapshot_copy")
         data = slot.resize(part.nbytes)
-        part.run(data)
-        unchanged = self._unchanged(job.rest)
+        with self._session.gate.device.copying():
+            part.run(data)
+        unchanged = job.rest.untouched(self._session.gate)
         digests = None
         if self.agreement.needs_proof(table):
             digests = copying.content_digests(table, self._rank, job.rest.state.stable)
-            unchanged = unchanged and self._unchanged(job.rest)
+            unchanged = unchanged and job.rest.untouched(self._session.gate)
         faultpoints.end("snapshot_copy")
         job.copied.set()
         if not unchanged and self.checks_changes:
@@ -251,10 +275,6 @@ class Stager:
             wire.SnapshotReady(step=job.rest.step, slot=slot.slot, persist=job.persist, persist_kind=job.kind)
         )
         self._replication.ready(job.rest.step)
-
-    def _unchanged(self, rest: Rest) -> bool:
-        """No update has begun and no tensor was written since the boundary."""
-        return self._session.gate.counter == rest.counter and rest.state.versions() == rest.versions
 
     def _invalidated_slot(self, job: Job) -> slots.Slot | None:
         """A slot that may be overwritten, invalid already, with `lock` held; None when the job has to be skipped."""
