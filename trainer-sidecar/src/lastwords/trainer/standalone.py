@@ -30,7 +30,7 @@ from lastwords.trainer.recording import Recorder
 
 NAMESPACE, JOB, UID = "default", "standalone", "standalone"
 SAVE_EVERY_STEPS = 100
-KEEP_LAST = 3
+KEEP = retention.Keep(last=3)
 COMMIT_WAIT_SECONDS = 120.0
 _LINEAGE_KEPT = 50
 
@@ -176,7 +176,7 @@ class Standalone:
                 raise TimeoutError(f"ranks {missing} have not written their small records")
             time.sleep(0.02)
         self._checkpoints.commit(plan)
-        self._checkpoints.retain(KEEP_LAST, in_use=())
+        self._checkpoints.retain(KEEP, in_use=())
 
     # -- the rest of the interface ----------------------------------------------------------------
 
