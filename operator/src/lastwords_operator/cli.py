@@ -90,6 +90,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--replicas", type=_count, metavar="N", help="other workers that keep each snapshot too (default 0)"
     )
     one.add_argument("--keep-every", type=_positive, metavar="STEPS", help="keep a checkpoint every so many for good")
+    one.add_argument("--resume-from", metavar="PLACE", help="begin with a checkpoint of another job: STORAGE/NS/JOB")
     one.add_argument("--max-restarts", type=_count, metavar="N", help="restarts before the job fails (default 10)")
     one.add_argument(
         "--hang-seconds", type=_seconds, metavar="S", help="no step may take longer, unless it did before (default 30)"
@@ -149,6 +150,7 @@ def _run(options: argparse.Namespace) -> int:
         save_every=options.save_every,
         replicas=options.replicas,
         keep_every=options.keep_every,
+        resume_from=options.resume_from,
         max_restarts=options.max_restarts,
         hang_seconds=options.hang_seconds,
     )

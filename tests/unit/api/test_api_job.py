@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import pytest
+from pydantic import ValidationError
 
 from lastwords_operator.api import JobFileError, load_job, to_core
 from lastwords_operator.core.model import IntervalMode, RuleAction
@@ -114,3 +115,16 @@ def test_devices_make_ranks_when_auto() -> None:
     limits = "command: [python, train.py]\n            resources: {limits: {nvidia.com/gpu: 8}}"
     text = text.replace("command: [python, train.py]", limits)
     assert to_core(load_job(text, "job.yaml")).processes_per_worker == 8
+
+
+def test_resume_from_is_a_word_or_a_place() -> None:
+    def resume_from(value: str) -> CheckpointSpec:
+        return CheckpointSpec.model_validate({"storage": {"uri": "file:///x"}, "resumeFrom": value})
+
+    assert (resume_from("Newest").foreign, resume_from("Beginning").foreign) == ("", "")
+    assert resume_from("Beginning").resume_from is ResumeFrom.BEGINNING
+    assert resume_from("s3://bucket/ns/job/").foreign == "s3://bucket/ns/job"
+    assert resume_from("file:///storage/ns/job").foreign == "/storage/ns/job"
+    for bad in ("newest", "somewhere", "nfs://host/x"):
+        with pytest.raises(ValidationError):
+            resume_from(bad)

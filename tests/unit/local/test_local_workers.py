@@ -63,6 +63,7 @@ def recipe(folder: JobFolder, uid: str, code: str = SLEEP) -> workers.Recipe:
         command=(code,),
         cwd=folder.path,
         storage=str(folder.path),
+        resume_from="",
         coordinator_lost_seconds=60.0,
         environment={"FROM_THE_JOB": "yes"},
         memory_limit_bytes=10**9,

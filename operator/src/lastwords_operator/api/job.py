@@ -161,7 +161,10 @@ class Retention(_Strict):
 
 
 class ResumeFrom(enum.StrEnum):
-    """`Beginning` permits a start at step 0 although progress was made and nothing of it can be used."""
+    """
+    `Newest` of the job's own. `Beginning` permits a start at step 0 although progress was made and nothing of it can be
+    used. Anything else is where a checkpoint of another job is, which this one begins with.
+    """
 
     NEWEST = "Newest"
     BEGINNING = "Beginning"
@@ -175,7 +178,21 @@ class CheckpointSpec(_Strict):
     retention: Retention = Retention()
     replicas: Count = Field(default=0, ge=0, le=8)
     """Other workers that keep each snapshot too, for state of which no other worker holds a copy."""
-    resume_from: ResumeFrom = ResumeFrom.NEWEST
+    resume_from: ResumeFrom | str = ResumeFrom.NEWEST
+
+    @field_validator("resume_from")
+    @classmethod
+    def _is_known(cls, value: ResumeFrom | str) -> ResumeFrom | str:
+        if isinstance(value, ResumeFrom) or value in {item.value for item in ResumeFrom}:
+            return ResumeFrom(value)
+        if "://" not in value and not value.startswith("/"):
+            raise ValueError(f"{value} is neither Newest, nor Beginning, nor a place such as s3://bucket/prefix/ns/job")
+        return places.normal(value)
+
+    @property
+    def foreign(self) -> str:
+        """Where another job's checkpoint is that this one begins with; "" = nowhere."""
+        return "" if isinstance(self.resume_from, ResumeFrom) else self.resume_from
 
 
 class LastWordsMode(enum.StrEnum):

@@ -34,6 +34,7 @@ class Flags:
     """{"seconds": s} or {"steps": n}."""
     replicas: int | None = None
     keep_every: int | None = None
+    resume_from: str | None = None
     max_restarts: int | None = None
     hang_seconds: float | None = None
 
@@ -50,6 +51,8 @@ class Asked:
     """A folder or a URL, as `places.normal` gives it."""
     namespace: str
     environment: Mapping[str, str]
+    resume_from: str = ""
+    """Where another job's checkpoint is that this one begins with."""
 
     def record(self) -> dict[str, Any]:
         """What makes two commands the same job, in plain values."""
@@ -60,6 +63,7 @@ class Asked:
             "storage": self.storage,
             "namespace": self.namespace,
             "environment": dict(self.environment),
+            "resume_from": self.resume_from,
         }
 
 
@@ -81,7 +85,8 @@ def _from_file(flags: Flags, path: pathlib.Path) -> Asked:
     given: list[tuple[str, object]] = [("--workers", flags.workers), ("--procs", flags.procs), ("--name", flags.name)]
     given += [("--save-every", flags.save_every), ("--replicas", flags.replicas)]
     given += [("--max-restarts", flags.max_restarts), ("--hang-seconds", flags.hang_seconds)]
-    given += [("--keep-every", flags.keep_every), ("a command", flags.argv or None)]
+    given += [("--keep-every", flags.keep_every), ("--resume-from", flags.resume_from)]
+    given += [("a command", flags.argv or None)]
     both = [name for name, value in given if value is not None]
     if both:
         raise AskedError(f"{both[0]} and -f do not go together: write it into {path}")
@@ -109,6 +114,7 @@ def _asked(job: api.FaultTolerantJob, folder: pathlib.Path, storage: str) -> Ask
         storage=storage,
         namespace=job.metadata.namespace,
         environment={variable.name: variable.value for variable in trainer.env if variable.value is not None},
+        resume_from=job.spec.checkpoint.foreign,
     )
 
 
@@ -132,6 +138,7 @@ def _manifest(flags: Flags, name: str, storage: str) -> dict[str, Any]:
                 "storage": {"uri": uri},
                 "interval": interval,
                 "retention": {"keepEvery": flags.keep_every},
+                "resumeFrom": _place(flags.resume_from) if flags.resume_from else "Newest",
                 "replicas": flags.replicas or 0,
             },
             "failurePolicy": policy,

@@ -142,6 +142,7 @@ def _recipe(folder: JobFolder, wanted: Asked, uid: str, coordinator_lost_seconds
         cwd=wanted.cwd,
         storage=wanted.storage,
         coordinator_lost_seconds=coordinator_lost_seconds,
+        resume_from=wanted.resume_from,
         environment=wanted.environment,
         memory_limit_bytes=limit,
     )

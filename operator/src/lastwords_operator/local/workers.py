@@ -53,6 +53,7 @@ class Recipe:
     cwd: pathlib.Path
     storage: str
     coordinator_lost_seconds: float
+    resume_from: str
     environment: Mapping[str, str]
     """Added to both; the launcher hands it on to the ranks."""
     memory_limit_bytes: int
@@ -70,6 +71,7 @@ class Recipe:
         line += ["--namespace", self.namespace, "--token-file", str(folder.token_file)]
         line += ["--workers", str(self.workers), "--procs", str(self.procs)]
         line += ["--coordinator-lost-seconds", str(self.coordinator_lost_seconds)]
+        line += ["--resume-from", self.resume_from] if self.resume_from else []
         return line
 
     def variables(self, worker: int, kind: str) -> dict[str, str]:

@@ -17,13 +17,14 @@ from lastwords.agent.worker import Worker
 from lastwords.protocol import wire
 from lastwords.protocol.manifest import CheckpointId
 from lastwords.protocol.messages import CheckpointInfo, RunState, StorageReport
-from lastwords.storage import retention
+from lastwords.storage import adopting, retention
 from lastwords.storage.base import StorageError
-from lastwords.storage.checkpoints import ClaimedError, JobCheckpoints
+from lastwords.storage.checkpoints import CheckpointError, ClaimedError, JobCheckpoints
 
 log = logging.getLogger("lastwords.agent")
 
 _RELOAD_SECONDS = 30.0
+_ADOPT_SECONDS = 24 * 3600.0
 _RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0, 30.0)
 _SUPERSEDED_SECONDS = 10.0
 """A save that has waited so long for other workers is given up when a newer one is due."""
@@ -61,6 +62,7 @@ class Saver:
         self._failed: dict[CheckpointId, tuple[int, float]] = {}
         self._failures_in_row = 0
         self._skipped = 0
+        self._stopped = False
         self._began = 0.0
         self._error = ""
         self._persist_seconds = 0.0
@@ -146,6 +148,7 @@ class Saver:
 
     async def stop(self) -> None:
         """End whatever goes on; threads that are stuck are left behind."""
+        self._stopped = True
         if self._current is not None:
             self._current.give_up()
         await self.calls.stop()
@@ -316,11 +319,15 @@ class Saver:
     async def _load(self) -> None:
         known = set(self._infos)
         try:
+            await self._adopt()
             infos = await self._offload.run(lambda: self._read(known), METADATA_SECONDS)
         except ClaimedError as error:
             self._load_error = str(error)
             self._worker.notice("storage-claimed", str(error), fatal=True)
-        except StorageError as error:
+        except adopting.NoSourceError as error:
+            self._load_error = str(error)
+            self._worker.notice("resume-from", str(error), fatal=True)
+        except (StorageError, CheckpointError) as error:
             self._load_error = str(error)
             self._load_at = time.monotonic() + 5.0
         else:
@@ -330,6 +337,21 @@ class Saver:
                 i: info for i, info in self._infos.items() if i not in known
             }
         self._on_change()
+
+    async def _adopt(self) -> None:
+        """Begin with another job's checkpoint: before this worker has said what there is, the job does not start."""
+        settings = self._worker.settings
+        if self._loaded or not settings.resume_from or settings.worker != 0:
+            return
+
+        def copy() -> CheckpointId | None:
+            self._checkpoints.claim(settings.job_uid)
+            return adopting.adopt(self._checkpoints, settings.resume_from, lambda: self._stopped)
+
+        found = await self._offload.run(copy, _ADOPT_SECONDS)
+        if found is not None:
+            text = f"the job begins with {found.folder} of {settings.resume_from}"
+            self._worker.notice("resumed-from", text)
 
     def _read(self, known: set[CheckpointId]) -> list[CheckpointInfo]:
         self._load_error = ""

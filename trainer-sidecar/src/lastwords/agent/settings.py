@@ -31,6 +31,8 @@ class Settings:
     fetch_host: str = "127.0.0.1"
     coordinator_lost_seconds: float = 60.0
     slots: int = 2
+    resume_from: str = ""
+    """Where another job's checkpoint is that this one begins with."""
     save_seconds: float = 300.0
     """Deadline of one write to storage."""
     others_seconds: float = 60.0
@@ -53,6 +55,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     parser.add_argument("--procs", required=True, type=int, metavar="N", help="ranks per worker")
     parser.add_argument("--fetch-host", default="127.0.0.1", metavar="IP", help="address for other workers' agents")
     parser.add_argument("--coordinator-lost-seconds", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--resume-from", default="", metavar="PLACE", help="folder or URL of a job or checkpoint")
     given = parser.parse_args(arguments)
     if not os.path.isdir(given.volume):
         parser.error(f"the memory volume {given.volume} is not a folder")
@@ -80,5 +83,6 @@ def parse(arguments: Sequence[str]) -> Settings:
         topology=Topology(workers=given.workers, processes_per_worker=given.procs),
         fetch_host=given.fetch_host,
         coordinator_lost_seconds=given.coordinator_lost_seconds,
+        resume_from=given.resume_from,
         slots=int(os.environ.get(environment.SLOTS, "2")),
     )

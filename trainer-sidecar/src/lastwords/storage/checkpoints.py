@@ -289,6 +289,14 @@ class JobCheckpoints:
         except tensorfile.TensorFileError as error:
             raise CheckpointError(f"{checkpoint.folder}/{file.name}: {error}") from None
 
+    def has_marker(self, name: str) -> bool:
+        """Whether the job's folder has this file."""
+        return _again(lambda: base.read(self.store, f"{self._folder}/{name}")) is not None
+
+    def set_marker(self, name: str, content: dict[str, str]) -> None:
+        """Create a small file in the job's folder, if there is none."""
+        _again(lambda: self.store.create(f"{self._folder}/{name}", _seal(codec.dumps(content))))
+
     # -- rejecting and deleting -------------------------------------------------------------------
 
     def reject(self, checkpoint: CheckpointId, reason: str) -> None:
