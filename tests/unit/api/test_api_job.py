@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from lastwords_operator.api import JobFileError, load_job, to_core
+from lastwords_operator.api.job import CheckpointSpec, ResumeFrom
 from lastwords_operator.core.model import IntervalMode, RuleAction
 
 TEXT = """
