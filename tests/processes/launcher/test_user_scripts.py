@@ -54,6 +54,7 @@ FORMS = {
     "module": ["-m", "package.tool", "a"],
     "package": ["-u", "-m", "package", "a"],
     "code": ["-c", PRELUDE + SHOW, "a"],
+    "first line behind env": ["env", "-u", "SHLVL", "PYTHONWARNINGS=ignore", "./tool", "a"],
 }
 
 
@@ -63,6 +64,8 @@ def _write(folder: pathlib.Path) -> None:
     (folder / "package" / "__init__.py").write_text("")
     for name in ("script.py", "package/tool.py", "package/__main__.py"):
         (folder / name).write_text(PRELUDE + SHOW)
+    (folder / "tool").write_text(f"#!{sys.executable} -O\n{PRELUDE}{SHOW}")
+    (folder / "tool").chmod(0o755)
 
 
 def _seen(text: str) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def _seen(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_standby_leaves_no_trace_in_the_script(tmp_path: pathlib.Path, form: str) -> None:
     _write(tmp_path)
-    command = [sys.executable, *FORMS[form]]
+    command = FORMS[form] if FORMS[form][0] == "env" else [sys.executable, *FORMS[form]]
     plain = subprocess.run(
         command,
         cwd=tmp_path,

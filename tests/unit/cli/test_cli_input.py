@@ -127,6 +127,8 @@ def test_a_job_file_and_flags_mean_the_same(tmp_path: pathlib.Path) -> None:
         (("python", "path/to/My_Train.py", "--x"), "my-train"),
         (("python", "-u", "train.py"), "train"),
         (("./run.sh",), "run-sh"),
+        (("torchrun", "--nproc-per-node", "2", "train.py", "eval.py"), "train"),
+        (("env", "A=1", "uv", "run", "train.py"), "train"),
         (("python", "___.py"), "job"),
     ],
 )

@@ -161,5 +161,7 @@ def _place(storage: str) -> str:
 def _name_of(argv: Sequence[str]) -> str:
     """`python path/to/My_Train.py --x` gives my-train."""
     words = [word for word in argv[1:] if not word.startswith("-")] or list(argv)
-    stem = pathlib.PurePath(words[0]).name.removesuffix(".py").lower()
+    # A launcher's options may have values of their own in front of the script.
+    script = next((word for word in words if word.endswith((".py", ".sh"))), words[0])
+    stem = pathlib.PurePath(script).name.removesuffix(".py").lower()
     return re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:63].strip("-") or "job"
