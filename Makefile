@@ -64,8 +64,10 @@ format: install ## Format the code and fix what ruff can fix
 bench: install ## Measure stall, persist and restart beside their baselines; writes build/bench/*.json
 	$(PYTHON) -m tests.bench
 
-storm: install ## The long run: 200 random kills on a state of 200 MB
+storm: install ## The long runs: 200 random kills on a state of 200 MB; lost workers and sharded state
 	$(PYTHON) tests/storm/run.py --kills 200
+	$(PYTHON) tests/storm/run.py --kills 60 --per-window 0 --width 1000 --lose-workers
+	$(PYTHON) tests/storm/run.py --kills 60 --per-window 0 --width 1000 --lose-workers --fsdp
 
 clean: ## Remove the environment, caches and what runs left in build/
 	rm -rf .venv .venv-oldest build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .lastwords runs

@@ -4,7 +4,8 @@ The model of every test of equality: a plain user script that has all the state 
 BatchNorm and dropout; AdamW with a scheduler stepped after the update, and SGD with momentum beside it; an EMA of the
 model; gradient accumulation; every 7th step updates nothing; a shuffled loader with processes of its own. Two runs
 with the same arguments and world size write the same losses and end in the same bytes, however often they were
-interrupted. CPU only. Under plain python it runs without any protection.
+interrupted. CPU only. Under plain python it runs without any protection. With `--shard` each rank holds a part of every
+tensor (FSDP2).
 
 `<out>.rank<k>.jsonl` gets one line per step, {"step", "loss"} with the loss as hexadecimal float; a step that was done
 again after a restart has two, which must be equal. At the end rank 0 writes `<out>`: {"sha256", "ranks", "steps",
@@ -27,6 +28,9 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -74,6 +78,15 @@ def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
         average.copy_(current)
 
 
+@contextlib.contextmanager
+def gradients_kept_here(model: nn.Module, here: bool) -> Iterator[None]:
+    """Whether this batch's gradients are only added up on this rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not here)
+    with model.no_sync() if here and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
+        yield
+
+
 def endless(loader: Iterable[list[Tensor]]) -> Iterator[list[Tensor]]:
     """Batches of epoch after epoch. Asks for the first only when it is needed, which is after the restore."""
     while True:
@@ -86,6 +99,8 @@ def digest(modules: dict[str, nn.Module], optimizers: dict[str, torch.optim.Opti
 
     def add(name: str, value: object) -> None:
         total.update(f"{name}\n".encode())
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         if isinstance(value, Tensor):
             total.update(f"{value.dtype} {tuple(value.shape)}\n".encode())
             total.update(value.detach().cpu().contiguous().numpy().data)
@@ -125,6 +140,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=200, help="size of the data set: samples per epoch and rank")
     parser.add_argument("--width", type=int, default=64, help="3700 makes a state of about 220 MB")
     parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
+    parser.add_argument("--shard", action="store_true", help="cut the state over all ranks (FSDP2) instead of DDP")
     parser.add_argument("--loader-workers", type=int, default=2)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="makes each step this much longer")
     return parser.parse_args()
@@ -142,7 +158,11 @@ def main() -> None:
     net = Network(args.width)
     ema = copy.deepcopy(net).requires_grad_(False)
     model: nn.Module = net
-    if world_size > 1:
+    if args.shard:
+        mesh = init_device_mesh("cpu", (world_size,))
+        for module in (net, ema):
+            fully_shard(module, mesh=mesh)
+    elif world_size > 1:
         # DDP regroups its buckets after the first step of a process, and with more than two ranks the sums then round
         # differently: a restarted run could not be bit-equal. find_unused_parameters keeps the buckets as they are; it
         # warns once, which TORCH_CPP_LOG_LEVEL=ERROR silences.
@@ -173,7 +193,7 @@ def main() -> None:
         for part in range(args.accumulate):
             inputs, targets = next(batches)
             last = part == args.accumulate - 1
-            with contextlib.nullcontext() if last or world_size == 1 else model.no_sync():  # type: ignore[operator]
+            with gradients_kept_here(model, not last):
                 loss = nn.functional.cross_entropy(model(inputs), targets) / args.accumulate
                 total += loss.item()
                 if last:

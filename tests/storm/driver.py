@@ -7,15 +7,18 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import psutil
 
 from lastwords.protocol import control
+from lastwords_operator.local import processes
 from tests.storm.windows import WindowsLog
 
 REFERENCE = pathlib.Path(__file__).resolve().parents[1] / "reference" / "train_reference.py"
@@ -35,6 +38,9 @@ class Settings:
     save_every: str = "5steps"
     workers: int = 2
     procs: int = 2
+    replicas: int = 0
+    lose_workers: bool = False
+    """Now and then a whole worker goes, its memory with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +77,8 @@ class Storm:
         command = [sys.executable, "-m", "lastwords_operator.cli", "run", "--plain"]
         command += [f"--workers={self.settings.workers}", f"--procs={self.settings.procs}", "--max-restarts=100000"]
         command += [f"--dir={self.job}", f"--memory-dir={self.settings.memory}"]
-        command += [f"--save-every={self.settings.save_every}", "--", sys.executable, str(REFERENCE)]
+        command += [f"--save-every={self.settings.save_every}", f"--replicas={self.settings.replicas}"]
+        command += ["--", sys.executable, str(REFERENCE)]
         environment = os.environ | {
             "LASTWORDS_WINDOWS_LOG": str(self.log.path),
             "LASTWORDS_JOURNAL": str(self.settings.folder / "journal.jsonl"),
@@ -195,13 +202,23 @@ class Storm:
                 break
             time.sleep(0.001)
         self.log.read()
+        self._note(target, pid, aimed_at, self.log.forget(pid), state, steps)
+        if target == "coordinator":
+            before = self.epoch()
+            self.start()
+            while self.epoch() == before and self.process is not None and self.process.poll() is None:
+                time.sleep(0.02)
+
+    def _note(
+        self, target: str, pid: int, aimed_at: str, windows: Iterable[str], state: str, steps: dict[int, int]
+    ) -> None:
         kill = Kill(
             number=len(self.kills) + 1,
             at=time.time(),
             target=target,
             pid=pid,
             aimed_at=aimed_at,
-            windows=tuple(sorted(self.log.forget(pid))),
+            windows=tuple(sorted(windows)),
             state=state,
             steps=steps,
         )
@@ -213,11 +230,6 @@ class Storm:
             f"state {state}, steps {sorted(steps.values())}",
             flush=True,
         )
-        if target == "coordinator":
-            before = self.epoch()
-            self.start()
-            while self.epoch() == before and self.process is not None and self.process.poll() is None:
-                time.sleep(0.02)
 
     def counts(self) -> dict[str, int]:
         """How many kills hit each window so far; states of the coordinator count as windows too."""
@@ -268,11 +280,33 @@ class Storm:
             rank = self.random.choice(sorted(ranks))
             self.kill(ranks[rank], f"rank {rank}", aimed_at)
 
+    def lose_worker(self, aimed_at: str) -> None:
+        """All processes of a random worker and its memory at once, as when a node dies."""
+        assert self.process is not None
+        worker = self.random.randrange(self.settings.workers)
+        uid = json.loads((self.job / "job.json").read_text())["uid"]
+        state, steps = str(self.status().get("state")), self.steps()
+        # The coordinator plays the kubelet too: it must not start anything in the memory that goes.
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            found = processes.find(uid)
+            launchers = [row.pid for row in found if row.worker == worker and row.is_container("lastwords.launcher")]
+            assert not processes.kill_all(uid, worker)
+            for folder in self.settings.memory.glob(f"*/worker-{worker}"):
+                shutil.rmtree(folder)
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+        windows = set().union(*(self.log.forget(row.pid) for row in found if row.worker == worker))
+        self._note(f"worker {worker}", next(iter(launchers), 0), aimed_at, windows, state, steps)
+
     def kill_anything(self, aimed_at: str = "any moment") -> None:
-        """Kill a random rank, launcher, agent or the coordinator."""
-        target = self.random.choice(["rank", "launcher", "agent", "coordinator"])
+        """Kill a random rank, launcher, agent or the coordinator, or lose a worker."""
+        targets = ["rank", "launcher", "agent", "coordinator"]
+        target = self.random.choice([*targets, "worker"] if self.settings.lose_workers else targets)
         if target == "rank":
             self.kill_rank(aimed_at)
+        elif target == "worker":
+            self.lose_worker(aimed_at)
         elif target == "coordinator":
             assert self.process is not None
             self.kill(self.process.pid, "coordinator", aimed_at)

@@ -1,5 +1,6 @@
 """
 `python tests/storm/run.py --kills 200`: random and aimed SIGKILLs, then the proof that nothing was lost.
+With `--lose-workers` whole workers go too, with `--fsdp` the state is cut over all ranks.
 
 The storm ends with Ctrl-C: all ranks stop after the same step, and the undisturbed run makes as many.
 The proof: loss of every step and final bytes equal those of an undisturbed run; each
@@ -122,14 +123,25 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=3700, help="of the model; 3700 is about 220 MB of state")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--deadline-seconds", type=float, default=7200)
+    parser.add_argument("--fsdp", action="store_true", help="state cut over all ranks, with one replica of snapshots")
+    parser.add_argument("--lose-workers", action="store_true", help="whole workers go too, their memory with them")
     parser.add_argument("--keep", action="store_true", help="keep the folder")
     arguments = parser.parse_args()
     folder = pathlib.Path(tempfile.mkdtemp(prefix="lw-storm-"))
     memory = pathlib.Path(tempfile.mkdtemp(prefix="lw-storm-", dir="/dev/shm"))
     print(f"folder {folder}, seed {arguments.seed}", flush=True)
     script = (f"--width={arguments.width}", f"--steps={arguments.steps}", "--schedule-steps=500")
+    script += ("--shard",) if arguments.fsdp else ()
     script += (f"--out={folder / 'storm.json'}",)
-    storm = driver.Storm(driver.Settings(folder=folder, memory=memory, seed=arguments.seed, script=script))
+    settings = driver.Settings(
+        folder=folder,
+        memory=memory,
+        seed=arguments.seed,
+        script=script,
+        replicas=int(arguments.fsdp),
+        lose_workers=arguments.lose_workers,
+    )
+    storm = driver.Storm(settings)
     storm.start()
     try:
         rage(storm, arguments.kills, arguments.per_window, arguments.deadline_seconds)

@@ -203,6 +203,19 @@ async def test_records_of_every_boundary_go_to_the_next_worker_and_outlive_its_a
         assert kept == {(0, 2), (0, 3), (1, 2), (1, 3)}
 
 
+async def test_restored_records_go_to_a_neighbour_that_is_new(tmp_path: pathlib.Path) -> None:
+    async with running(tmp_path, TWO, lambda world: fill(world, (0,))) as world:
+        plan = from_memory(parts={0: 0, 1: 0, 2: 0, 3: 0}, records={0: 0, 1: 0})
+        await world.run_attempt(2, restore=plan)
+        world.ranks[0].send(wire.Boundary(step=6))
+        await until(lambda: len(_kept_of(world, 0)) == 2, "it is kept")
+        assert [(r.head.step, r.head.attempt) for r in _kept_of(world, 0)] == [(6, 1), (6, 1)]
+        for step in (7, 8):
+            world.ranks[0].boundary(step)
+        kept = {6, 7, 8}
+        await until(lambda: {r.head.step for r in _kept_of(world, 0)} == kept, "what was restored is the floor still")
+
+
 async def test_the_record_of_a_snapshot_stays_with_the_neighbour_as_long_as_the_snapshot(
     tmp_path: pathlib.Path,
 ) -> None:

@@ -23,7 +23,7 @@ from lastwords.agent.local import Connection, LocalServer
 from lastwords.agent.lost import CoordinatorLost
 from lastwords.agent.offload import Offload
 from lastwords.agent.peers import Peers
-from lastwords.agent.ranks import Rank
+from lastwords.agent.records import RecordSender
 from lastwords.agent.replicas import ReplicaKeeper, ReplicaSender
 from lastwords.agent.saving import Saver
 from lastwords.agent.settings import Settings
@@ -57,6 +57,7 @@ class Agent:
         self._blocks = BlockServer(self._checkpoints, settings.volume)
         self._local = LocalServer(settings.volume, self._on_message, self._on_end)
         self._peers = Peers(settings.token, lambda: self._worker.order.peers if self._worker.order else {})
+        self._records = RecordSender(self._worker, self._volume, self._peers)
         self._replicas = ReplicaSender(self._worker, self._volume, self._peers)
         self._fetch = FetchServer(
             self._volume,
@@ -80,7 +81,6 @@ class Agent:
         self._wake = asyncio.Event()
         self._prepare_task: asyncio.Task[None] | None = None
         self._preparing: tuple[int, RestorePlan] | None = None
-        self._pushes: set[asyncio.Task[None]] = set()
         self._end_by: float | None = None
 
     async def run(self) -> None:
@@ -128,17 +128,16 @@ class Agent:
         rank = self._worker.take(connection, message)
         if isinstance(message, wire.Boundary):
             self._channel.changed(urgent=False)
-            # What the neighbour has as an early record says the same.
-            if rank is not None and not (message.foretold and rank.early_kept == message.step):
-                self._push_record(rank, message.step)
+            if rank is not None:
+                self._records.boundary(rank, message)
             return
         if isinstance(message, wire.RecordWritten):
             if rank is not None:
-                self._push_record(rank, message.step)
+                self._records.early(rank, message)
             return
         if rank is not None and isinstance(message, wire.SnapshotReady):
             self._replicas.ready(rank, message)
-            self._push_record(rank, message.step, message.slot)
+            self._records.snapshot(rank, message)
         if rank is not None and isinstance(message, wire.LiveCopyDone):
             self._copies.answered(rank, message)
         if rank is not None and isinstance(message, wire.Stacks):
@@ -161,25 +160,6 @@ class Agent:
     def _terminated(self) -> None:
         self._worker.stop_requested = self._worker.stop_requested or "SIGTERM"
         self._changed()
-
-    def _push_record(self, rank: Rank, step: int, slot: int | None = None) -> None:
-        worker = self._worker
-        if worker.topology.workers == 1:
-            return
-        record = self._volume.find_record(range(rank.rank, rank.rank + 1), rank.rank, step, worker.attempt)
-        if record is None:
-            return
-        attempt = worker.attempt
-
-        def kept() -> None:
-            if record.head.provisional and worker.attempt == attempt and slot is None:
-                rank.early_kept = step
-                rank.send(wire.RecordKept(step=step))
-
-        neighbour = (worker.number + 1) % worker.topology.workers
-        task = asyncio.create_task(self._peers.push_record(neighbour, record, kept, slot))
-        self._pushes.add(task)
-        task.add_done_callback(self._pushes.discard)
 
     # -- what is done -----------------------------------------------------------------------------
 
