@@ -6,6 +6,9 @@ import contextlib
 import json
 import os
 import pathlib
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -14,7 +17,7 @@ from rich.table import Table
 
 from lastwords.protocol.manifest import CLAIM, CheckpointId, Manifest, parse_folder
 from lastwords.protocol.messages import CheckpointInfo
-from lastwords.storage import places
+from lastwords.storage import adopting, places
 from lastwords.storage.base import StorageError, Store
 from lastwords.storage.checkpoints import CheckpointError, JobCheckpoints
 
@@ -67,6 +70,34 @@ def show_command(place: str) -> int:
         raise CheckpointsError(f"{checkpoint.folder} is not committed: it has no manifest")
     _console().print(*_description(manifest), sep="\n", markup=False)
     return 0
+
+
+def export_command(place: str, out: pathlib.Path, form: str) -> int:
+    """The newest checkpoint, or the one named, as files that other programs read. Needs torch in this environment."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointsError(f"{out} is not empty: name a new folder with --to")
+    job, checkpoint = list(_chosen(place))[-1]
+    with tempfile.TemporaryDirectory(prefix=".lastwords-", dir=_existing_parent(out)) as folder:
+        try:
+            here = job.local_path(checkpoint, "")
+            if here is None:
+                copied = JobCheckpoints.at(folder, job.namespace, job.name)
+                adopting.copy(job, copied, checkpoint)
+                here = copied.location(checkpoint, "")
+        except (StorageError, CheckpointError, adopting.NoSourceError) as error:
+            raise CheckpointsError(str(error)) from None
+        # Another process, since only the trainer's library has torch.
+        line = [sys.executable, "-m", "lastwords.trainer.exporting", here, str(out), "--format", form]
+        done = subprocess.run(line, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise CheckpointsError(f"{checkpoint.folder} could not be exported: {last.removeprefix('lastwords: ')}")
+    _console().print(f"{checkpoint.folder} is in {out}", markup=False)
+    return 0
+
+
+def _existing_parent(path: pathlib.Path) -> pathlib.Path:
+    return next(parent for parent in path.absolute().parents if parent.is_dir())
 
 
 def _description(manifest: Manifest) -> Iterator[str]:

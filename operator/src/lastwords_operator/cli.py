@@ -130,6 +130,18 @@ def _add_checkpoints(commands: argparse._SubParsersAction[argparse.ArgumentParse
         action = _add(actions, name, text, f"lastwords checkpoints {name} .lastwords/train/checkpoints")
         action.add_argument("place", help="storage (a folder or s3://bucket/prefix), or one checkpoint in it")
         action.set_defaults(call=functools.partial(_on_place, call))
+    text = "write a checkpoint as files that other programs read"
+    action = _add(
+        actions, "export", text, "lastwords checkpoints export s3://bucket/prefix --to exported --format torch"
+    )
+    action.add_argument("place", help="storage (a folder or s3://bucket/prefix), or one checkpoint in it")
+    action.add_argument("--to", type=pathlib.Path, required=True, metavar="DIR", help="a new folder")
+    action.add_argument("--format", choices=["torch", "dcp", "safetensors"], default="torch", help="default: torch")
+    action.set_defaults(call=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    return checkpoints.export_command(options.place, options.to, options.format)
 
 
 def _on_place(call: Callable[[str], int], options: argparse.Namespace) -> int:

@@ -61,14 +61,18 @@ def adopt(job: JobCheckpoints, place: str, cancelled: Callable[[], bool] = lambd
     found: CheckpointId | None = None
     if not any(not info.rejected for info in job.list_checkpoints()):
         source, found = find(place)
-        _copy(source, job, found, cancelled)
+        copy(source, job, found, cancelled)
     job.set_marker(MARKER, {"from": place, "checkpoint": found.folder if found is not None else ""})
     return found
 
 
-def _copy(
-    source: JobCheckpoints, target: JobCheckpoints, checkpoint: CheckpointId, cancelled: Callable[[], bool]
+def copy(
+    source: JobCheckpoints,
+    target: JobCheckpoints,
+    checkpoint: CheckpointId,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
+    """Copy a committed checkpoint, checked on the way. Raises NoSourceError, StorageError, CheckpointError."""
     there = source.read_manifest(checkpoint)
     if there is None:
         raise NoSourceError(f"{source.location(checkpoint, manifest.MANIFEST)} is not there (any more)")
