@@ -17,7 +17,7 @@ from lastwords.protocol.lineage import LineageEntry
 from lastwords.protocol.manifest import CheckpointId, CheckpointPlan, Manifest, StoredFile
 from lastwords.protocol.messages import RestoreSource
 from lastwords.protocol.pieces import PieceTable, Topology
-from lastwords.storage import retention, streams
+from lastwords.storage import places, retention, streams
 from lastwords.storage.base import StorageError
 from lastwords.storage.checkpoints import CheckpointError, JobCheckpoints
 from lastwords.storage.streams import Source
@@ -46,7 +46,12 @@ class Standalone:
         self._rank = int(os.environ.get("RANK", "0"))
         self._world = int(os.environ.get("WORLD_SIZE", "1"))
         self._every = int(os.environ.get(environment.SAVE_EVERY_STEPS) or SAVE_EVERY_STEPS)
-        self._checkpoints = JobCheckpoints.at(storage, NAMESPACE, JOB)
+        place = places.normal(storage)
+        if not places.is_folder(place):
+            raise ValueError(
+                f"{storage}: a script that runs alone saves to a folder; start it by `lastwords run` for this"
+            )
+        self._checkpoints = JobCheckpoints.at(place, NAMESPACE, JOB)
         self._storage = storage
         self._attempt = 1
         self._lineage: tuple[LineageEntry, ...] = ()
