@@ -26,13 +26,16 @@ async def test_a_worker_that_is_free_earlier_waits_for_the_step_that_the_others_
         for volume in world.volumes:
             volume.write_layout()
         snapshot(world, 1, 1)
+        seen = await world.coordinator.wait(1, lambda r: len(r.parts) == 1, "the first snapshot of worker 1")
+        await world.coordinator.wait(1, lambda r: r is not seen, "a report after it, and time to begin a save")
         snapshot(world, 1, 2)
         await world.coordinator.wait(1, lambda r: len(r.parts) == 2, "both snapshots of worker 1")
+        job = JobCheckpoints.at(str(world.storage), "ns", "job")
+        assert job.list_folders() == [], "worker 1 begins nothing by itself"
         snapshot(world, 0, 2)
         for worker in (0, 1):
             await world.coordinator.wait(worker, lambda r: r.storage.checkpoints, "a checkpoint")
-        job = JobCheckpoints.at(str(world.storage), "ns", "job")
-        assert [folder.step for folder in job.list_folders()] == [2], "nobody began another one"
+        assert [folder.step for folder in job.list_folders()] == [2]
         # A worker whose agent was started anew hears of the next one too.
         world.kill_agent(1)
         del world.coordinator.reports[1]
