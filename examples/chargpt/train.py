@@ -5,6 +5,8 @@ The two lines of Lastwords are marked. Everything else is what any PyTorch scrip
 like, so it also runs as `python train.py` or under torchrun, then without protection:
 
     lastwords run --workers 2 --procs 2 -- python examples/chargpt/train.py --steps 200
+
+`--shard` cuts weights and optimizer state over all ranks (FSDP2) instead of keeping them whole on each.
 """
 
 from __future__ import annotations
@@ -79,11 +81,28 @@ def random_batch(text: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
+def shard(model: CharGPT) -> CharGPT:
+    """Weights and optimizer state of each block over all ranks; of the rest as well."""
+    from torch.distributed.fsdp import fully_shard  # takes a moment, and only sharded runs need it
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All ranks' shards put together; a collective."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small character-level GPT on the standard library.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=12, help="rows per rank")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shard", action="store_true", help="FSDP2: cut the model over all ranks")
     parser.add_argument("--out", type=pathlib.Path, help="write the weights' hash here, losses to OUT.rank<k>.jsonl")
     args = parser.parse_args()
 
@@ -95,9 +114,11 @@ def main() -> None:
     text = standard_library()
     torch.manual_seed(args.seed)
     model = CharGPT()
+    parallel: nn.Module = model
     # find_unused_parameters: DDP otherwise regroups its buckets after the first step of a process, and sums over more
     # than two ranks then round differently. Training would not mind, but we want to compare bits after a restart.
-    ddp = DistributedDataParallel(model, find_unused_parameters=True) if world_size > 1 else model
+    if world_size > 1:
+        parallel = shard(model) if args.shard else DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(args.steps, 1))
     torch.manual_seed(args.seed * 1000 + rank)  # every rank draws its own batches
@@ -105,7 +126,7 @@ def main() -> None:
     checkpointer = Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
     for step in checkpointer.steps(args.steps):  # ← Lastwords, line 2: restores, counts, marks each boundary
         inputs, targets = random_batch(text, args.batch_size)
-        loss = functional.cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten())
+        loss = functional.cross_entropy(parallel(inputs).flatten(0, 1), targets.flatten())
         checkpointer.report(loss=loss.item())  # shown in the live view; may be left out
         # Before the gradients leave: once others have them, the job may go on after this step even if this rank dies.
         if rank == 0:
@@ -118,10 +139,10 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
 
+    weights = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        weights.update(name.encode() + whole(tensor).numpy().tobytes())
     if rank == 0:
-        weights = hashlib.sha256()
-        for name, tensor in sorted(model.state_dict().items()):
-            weights.update(name.encode() + tensor.numpy().tobytes())
         print(f"weights sha256 {weights.hexdigest()}", flush=True)
         if args.out:
             args.out.write_text(json.dumps({"sha256": weights.hexdigest(), "steps": args.steps}) + "\n")
