@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import http.client
 import http.server
+import json
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -76,6 +80,28 @@ def test_a_server_that_does_not_answer_is_said_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+class _Conditional(http.server.BaseHTTPRequestHandler):
+    """As Google's and Azure's servers answer a put with a condition; one without is refused."""
+
+    names: set[str]
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        google = self.headers.get("x-goog-if-generation-match") == "0"
+        azure = self.headers.get("If-None-Match") == "*"
+        status = 400 if not (google or azure) else 201 if self.path not in self.names else 412 if google else 409
+        self.names.add(self.path)
+        self.send_response(status)
+        for name, value in (("ETag", '"1"'), ("x-goog-generation", "1"), ("Content-Length", "0")):
+            self.send_header(name, value)
+        if status == 409:
+            self.send_header("x-ms-error-code", "BlobAlreadyExists")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 class _Refusing(http.server.BaseHTTPRequestHandler):
     status, code = 403, "AccessDenied"
 
@@ -93,24 +119,46 @@ class _Refusing(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def refusing() -> Iterator[int]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
+@contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of a server."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield server.server_address[1]
+    yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-def test_refused_credentials_are_a_kind_and_a_sentence(
-    s3_server: s3.Server, refusing: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{refusing}")
-    store = places.open_store("s3://bucket/x")
-    with pytest.raises(StorageError, match="Not with these credentials: give the job credentials") as caught:
-        store.create("a", b"1")
+@pytest.mark.parametrize("kind", ["gs", "az"])
+def test_google_and_azure_are_asked_to_refuse_what_is_there(kind: str) -> None:
+    import obstore.store
+
+    class Handler(_Conditional):
+        names: ClassVar[set[str]] = set()
+
+    with serving(Handler) as url:
+        plain = {"allow_http": True}
+        if kind == "gs":
+            key = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": ""}
+            config = {"service_account_key": json.dumps({**key, "private_key_id": ""})}
+            client = obstore.store.GCSStore("bucket", config=config, client_options=plain)
+        else:
+            secret = base64.b64encode(b"k" * 32).decode()
+            config = {"account_name": "account", "account_key": secret, "endpoint": url}
+            client = obstore.store.AzureStore("container", config=config, client_options=plain)
+        store = objects.ObjectStore(client, f"{kind}://bucket")
+        assert store.create("a/b", b"1")
+        assert not store.create("a/b", b"2")
+
+
+def test_refused_credentials_are_a_kind_and_a_sentence(s3_server: s3.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(_Refusing) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        store = places.open_store("s3://bucket/x")
+        with pytest.raises(StorageError, match="Not with these credentials: give the job credentials") as caught:
+            store.create("a", b"1")
     assert caught.value.kind == "read-only"
 
 
