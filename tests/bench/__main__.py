@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from tests.bench import persist, restart, save
+from tests.bench import interval, persist, restart, save
 
-TOPICS = {"persist": persist.main, "save": save.main, "restart": restart.main}
+TOPICS = {"persist": persist.main, "save": save.main, "restart": restart.main, "interval": interval.main}
 
 if __name__ == "__main__":
     names = [argument for argument in sys.argv[1:] if not argument.startswith("-")] or list(TOPICS)

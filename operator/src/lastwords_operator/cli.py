@@ -16,9 +16,15 @@ from collections.abc import Callable, Sequence
 from lastwords_operator import api, checkpoints
 from lastwords_operator.local import asked, inject, run, status
 from lastwords_operator.local.folder import FolderError
+from lastwords_operator.simulator import command as simulate
+from lastwords_operator.simulator.failures import FailuresError
 
 USAGE = 2
 """Exit code for a command line or an input that cannot be used."""
+
+_UNUSABLE = (
+    api.JobFileError, asked.AskedError, inject.InjectError, FolderError, checkpoints.CheckpointsError, FailuresError,
+)  # fmt: skip
 
 _RUN_EXAMPLES = """\
 examples:
@@ -44,6 +50,11 @@ def parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_status(commands)
     _add_checkpoints(commands)
+    one = _add(
+        commands, "simulate", "what goodput to expect, and what another save policy would cost", simulate.EXAMPLES
+    )
+    one.set_defaults(call=simulate.run)
+    simulate.add_arguments(one)
     _add(commands, "version", "print the version", "lastwords version").set_defaults(call=_version)
     return top
 
@@ -55,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=os.environ.get("LASTWORDS_LOG_LEVEL", "ERROR").upper(), format="%(name)s: %(message)s")
     try:
         return int(options.call(options))
-    except (api.JobFileError, asked.AskedError, inject.InjectError, FolderError, checkpoints.CheckpointsError) as error:
+    except _UNUSABLE as error:
         print(f"lastwords: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:

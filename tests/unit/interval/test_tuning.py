@@ -100,26 +100,31 @@ def test_a_plan_that_storage_can_no_longer_follow_is_raised_out_of_turn_O_24() -
     assert work(tuning.tune(situation(measured=slow), now))[1] >= 200
 
 
-def test_no_progress_shortens_to_the_least_O_25() -> None:
-    """Also right after another change, and whatever the estimate says."""
-    now = InForce(every_steps=100, persist_every=18, changed_at=1e6)
-    tuned = tuning.tune(situation(restarts_without_progress=2), now)
-    assert tuned.every_steps == 1 and work(tuned)[1] < 80
-    assert "2 restarts in a row without a new step" in tuned.reason
-    assert not tuning.tune(situation(restarts_without_progress=1), now).changed
+def test_no_progress_shortens_towards_the_least_O_25() -> None:
+    """Also right after another change, and whatever the estimate says; chance is not mistaken for it."""
+    plan, lengths = InForce(every_steps=100, persist_every=18, changed_at=1e6), []
+    for restarts in (5, 6, 7, 8):
+        tuned = tuning.tune(situation(restarts_without_progress=restarts), plan)
+        plan = in_force(tuned, 1e6)
+        lengths.append(work(tuned)[1])
+    assert lengths == pytest.approx([900, 225, 75, 75], rel=0.1)
+    best = InForce(every_steps=300, persist_every=1)
+    told = tuning.tune(situation(restarts_without_progress=3), best)
+    assert work(told)[1] == 150 and "3 restarts in a row from one step" in told.reason
+    assert not tuning.tune(situation(restarts_without_progress=2), best).changed
 
 
-@pytest.mark.parametrize("uptime", [600.0, 150.0])
-def test_killed_again_and_again_with_an_hour_between_saves_O_25(uptime: float) -> None:
+@pytest.mark.parametrize(("uptime", "restarts"), [(600.0, 3), (200.0, 5)])
+def test_killed_again_and_again_with_an_hour_between_saves_O_25(uptime: float, restarts: int) -> None:
     """
     Each life is `uptime` long; the first plan saves once an hour. Checkpoints alone bring the job forward by the
     third.
     """
     plan, rates, now, saved = InForce(every_steps=1800, persist_every=1), incidents.fresh(), 0.0, 0.0
     without, progress = 0, []
-    for _ in range(5):
+    for _ in range(restarts + 2):
         period = plan.every_steps * plan.persist_every * 2.0
-        count = math.floor((uptime - 60) / period) if uptime > 60 else 0
+        count = math.floor((uptime - MEASURED.durable) / period)
         saved += count * period
         now += uptime
         rates = incidents.stepped(rates, now, uptime, 2)
@@ -134,7 +139,7 @@ def test_killed_again_and_again_with_an_hour_between_saves_O_25(uptime: float) -
         )  # fmt: skip
         plan = in_force(tuned, now)
         progress.append(saved)
-    assert progress[2] > 0 and progress[4] > progress[2]
+    assert progress[restarts - 1] > 0 and progress[-1] > progress[restarts - 1]
 
 
 def test_rest_and_dead_band() -> None:

@@ -33,10 +33,8 @@ MOST_PRIOR_HOURS = 10_000.0
 SICKER_RUNS = 6
 SICKER_SHARE = 0.05
 """Each sicker run adds this share to the mean before anything is seen."""
-CHANGE_SHARE = 1 / 40
-"""
-How likely an event is the last of its rate. More would follow changes sooner, and chance too: at 1/15 twice the loss.
-"""
+CHANGE_SHARE = 1 / 100
+"""How likely an event is the last of its rate. More would follow changes sooner, and chance too."""
 CHANGE_EVENTS = 0.25
 """What the present mean is worth to the rate that follows. More would take too long to correct after a great change."""
 MOST_RUNS = 16

@@ -23,8 +23,13 @@ DURABLE_MARGIN = 1.25
 DURABLE_UNKNOWN_SECONDS = 60.0
 """How long a checkpoint is believed to take before one was committed."""
 EXPENSIVE_SHARE = 0.1
-STUCK_RESTARTS = 2
-"""After as many restarts in a row without a new step the intervals go to their least, whatever the estimate says."""
+STUCK_CHANCE = 1e-4
+"""
+Restarts in a row without progress that are less likely than this, by what is believed of the rate, disprove the
+belief: the intervals are cut each time, whatever it says. Likelier ones are common where failures come in heaps, and
+cutting costs more.
+"""
+STUCK = "restarts in a row from one step call for saves more often"
 SMOOTHING = 0.25
 MOST_STEPS = 1_000_000
 NOISE = 1.1
@@ -89,6 +94,7 @@ class Situation:
     failed_at: float | None = None
     """The newest failure."""
     restarts_without_progress: int = 0
+    """Restarts in a row from one and the same step, after each of which there had been time enough for a save."""
     limits: bounds.Limits = dataclasses.field(default_factory=bounds.Limits)
     """What the user allows between two checkpoints."""
 
@@ -124,10 +130,6 @@ def tune(situation: Situation, plan: InForce) -> Tuned:
         )  # fmt: skip
     wish = _wanted(situation)
     allowed = _bounds(situation, step)
-    if situation.restarts_without_progress >= STUCK_RESTARTS:
-        least = _steps((allowed[0].low_seconds, allowed[1].low_seconds), allowed, step)
-        often = f"{situation.restarts_without_progress} restarts in a row without a new step"
-        return _answer(situation, plan, least, f"{often} call for saves as often as can be")
     why = _why(situation, wish, allowed)
     wish = (allowed[0].clamp(wish[0]), allowed[1].clamp(wish[1]))
     if not plan.measured:
@@ -136,6 +138,10 @@ def tune(situation: Situation, plan: InForce) -> Tuned:
     following = (bounds.limited(now[0], wish[0]), bounds.limited(now[1], wish[1]))
     steps = _steps((allowed[0].clamp(following[0]), allowed[1].clamp(following[1])), allowed, step)
     kept = (plan.every_steps, plan.persist_every)
+    if _stuck(situation, now[1]):
+        shorter = (now[0] / bounds.SHORTER_AT_MOST, now[1] / bounds.SHORTER_AT_MOST)
+        steps = _steps((allowed[0].clamp(shorter[0]), allowed[1].clamp(shorter[1])), allowed, step)
+        return _answer(situation, plan, steps, f"{situation.restarts_without_progress} {STUCK}")
     if _possible(allowed, now):
         then = (steps[0] * step, steps[0] * steps[1] * step)
         if not bounds.worth(_avoidable(situation, now), _avoidable(situation, then)):
@@ -143,6 +149,12 @@ def tune(situation: Situation, plan: InForce) -> Tuned:
         if bounds.resting(now[1], plan.changed_at, situation.failed_at, situation.now):
             return _answer(situation, plan, kept, f"{why}; the last change is too recent for another")
     return _answer(situation, plan, steps, why)
+
+
+def _stuck(situation: Situation, period: float) -> bool:
+    """Whether so many lives in a row, each shorter than a period, cannot be chance (exponential lives)."""
+    losing = situation.risk.snapshot + situation.risk.storage
+    return (-math.expm1(-losing * period)) ** situation.restarts_without_progress < STUCK_CHANCE
 
 
 def _avoidable(situation: Situation, work: Pair) -> float:
