@@ -15,8 +15,10 @@ import pytest
 
 from lastwords.storage import base, places
 from lastwords.storage.base import StorageError
+from lastwords.storage.checkpoints import JobCheckpoints
 from lastwords.storage.places import PlaceError
 from tests.processes.storage import s3
+from tests.unit.storage import support
 
 objects = pytest.importorskip("lastwords.storage.objects", reason="this environment has no client of object stores")
 
@@ -193,6 +195,32 @@ def _get(server: s3.Server, path: str, method: str) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request(method, path)
     return connection.getresponse()
+
+
+def test_an_inventory_asks_for_no_object_twice(s3_server: s3.Server) -> None:
+    opened: list[str] = []
+
+    class Counting(objects.ObjectStore):  # type: ignore[name-defined,misc]
+        def open(self, path: str) -> contextlib.AbstractContextManager[base.Reader]:
+            opened.append(path)
+            reader: contextlib.AbstractContextManager[base.Reader] = super().open(path)
+            return reader
+
+    place = support.Place(s3_server.prefix(), "s3")
+    for step in (10, 20):
+        support.save(place.job(), step)
+    real = objects.connect(place.root)
+    job = JobCheckpoints(Counting(real._client, place.root), "ns", "job")
+    assert [info.rejected for info in job.list_checkpoints()] == ["", ""]
+    first, opened[:] = len(opened), []
+    assert [info.rejected for info in job.list_checkpoints()] == ["", ""]
+    assert sorted(path.rpartition("/")[2] for path in opened) == [
+        *["manifest.json"] * 2,
+        *["rejected.json"] * 2,
+    ]
+    assert first > len(opened)
+    job.delete(support.identify(10))
+    assert [info.id.step for info in job.list_checkpoints()] == [20]
 
 
 def test_the_limit_of_parts_is_kept() -> None:

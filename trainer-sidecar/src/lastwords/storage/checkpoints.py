@@ -55,6 +55,9 @@ class JobCheckpoints:
         self.namespace = namespace
         self.name = name
         self._folder = f"{namespace}/{name}"
+        self._whole: set[tuple[CheckpointId, StoredFile]] = set()
+        """Objects that were seen in full length. They are replaced at once or removed, never cut short: to ask for each
+        of them again in every look at the inventory would be thousands of requests."""
 
     @classmethod
     def at(cls, storage: str, namespace: str, name: str) -> JobCheckpoints:
@@ -306,6 +309,7 @@ class JobCheckpoints:
 
     def delete(self, checkpoint: CheckpointId) -> None:
         """Remove a checkpoint: the manifest first, so that what is left half removed counts for nobody."""
+        self._whole = {row for row in self._whole if row[0] != checkpoint}
         folder = f"{self._folder}/{checkpoint.folder}"
         _again(lambda: self.store.remove(f"{folder}/{manifest.MANIFEST}"))
         for name in _again(lambda: self.store.list(folder)):
@@ -345,6 +349,9 @@ class JobCheckpoints:
         return self.store.open(self.path(checkpoint, name))
 
     def _wrong_size(self, checkpoint: CheckpointId, file: StoredFile) -> str:
+        if (checkpoint, file) in self._whole:
+            return ""
+
         def size() -> int:
             with self._open(checkpoint, file.name) as reader:
                 return reader.nbytes
@@ -356,6 +363,8 @@ class JobCheckpoints:
                 raise
             return f"{checkpoint.folder}/{file.name}: missing"
         if found == file.nbytes:
+            if self.local_path(checkpoint, file.name) is None:
+                self._whole.add((checkpoint, file))
             return ""
         return f"{checkpoint.folder}/{file.name}: {found} bytes, {file.nbytes} were written"
 
