@@ -9,10 +9,13 @@ import pathlib
 import signal
 import subprocess
 import sys
+import sysconfig
+import venv
 from typing import Any
 
 import pytest
 
+import lastwords
 from lastwords.protocol import wire
 from lastwords.protocol.messages import ExitReport
 from tests.processes.launcher.fake_agent import FakeAgent, Launched, end, order, until, worker
@@ -54,7 +57,7 @@ FORMS = {
     "module": ["-m", "package.tool", "a"],
     "package": ["-u", "-m", "package", "a"],
     "code": ["-c", PRELUDE + SHOW, "a"],
-    "first line behind env": ["env", "-u", "SHLVL", "PYTHONWARNINGS=ignore", "./tool", "a"],
+    "first line behind env": ["env", "-u", "SHLVL", "PATH={folder}/other/bin:/usr/bin:/bin", "./tool", "a"],
 }
 
 
@@ -64,8 +67,12 @@ def _write(folder: pathlib.Path) -> None:
     (folder / "package" / "__init__.py").write_text("")
     for name in ("script.py", "package/tool.py", "package/__main__.py"):
         (folder / name).write_text(PRELUDE + SHOW)
-    (folder / "tool").write_text(f"#!{sys.executable} -O\n{PRELUDE}{SHOW}")
+    # Another Python than the launcher's, which only the command's own PATH leads to.
+    (folder / "tool").write_text(f"#!/usr/bin/env -S python -u -W ignore\n{PRELUDE}{SHOW}")
     (folder / "tool").chmod(0o755)
+    venv.create(folder / "other", symlinks=True)
+    packages = [sysconfig.get_path("purelib"), str(pathlib.Path(lastwords.__file__).parents[1])]
+    next((folder / "other").glob("lib/*/site-packages")).joinpath("all.pth").write_text("\n".join(packages))
 
 
 def _seen(text: str) -> dict[str, Any]:
@@ -77,7 +84,8 @@ def _seen(text: str) -> dict[str, Any]:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_standby_leaves_no_trace_in_the_script(tmp_path: pathlib.Path, form: str) -> None:
     _write(tmp_path)
-    command = FORMS[form] if FORMS[form][0] == "env" else [sys.executable, *FORMS[form]]
+    words = [word.replace("{folder}", str(tmp_path)) for word in FORMS[form]]
+    command = words if words[0] == "env" else [sys.executable, *words]
     plain = subprocess.run(
         command,
         cwd=tmp_path,

@@ -128,9 +128,7 @@ class Launcher:
             self._report,
             zygote_log=os.path.join(self._options.logs, f"imports-{self._options.worker}.log"),
         )
-        self._ranks = Ranks(
-            self._standbys, self._console, program.command, program.runner.interpreter, self._options.logs, self._report
-        )
+        self._ranks = Ranks(self._standbys, self._console, program.command, self._options.logs, self._report)
         self._standbys.keep(int(self._common.get(names.PROCESSES_PER_WORKER, "1")), gentle=False)
 
     async def _shut_down(self) -> None:

@@ -42,7 +42,7 @@ class Wrapped:
     def notice(self) -> str:
         """What the user is told."""
         return (
-            f"`{shlex.join(self.words)[:200]}` is run as it is, once per worker, since it is no Python command that can "
+            f"`{shlex.join(self.words)[:200]}` is run as it is, once per worker, as it is no Python command that can "
             "be taken apart: each restart starts it anew (no warm start). A torchrun in it joins the job by itself."
         )
 

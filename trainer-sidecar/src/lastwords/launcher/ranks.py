@@ -65,7 +65,6 @@ class Ranks:
         standbys: Standbys,
         console: Console,
         command: Command,
-        interpreter: str,
         logs: str,
         on_change: Callable[[], None],
     ) -> None:
@@ -73,7 +72,6 @@ class Ranks:
         self._standbys = standbys
         self._console = console
         self._command = command
-        self._interpreter = interpreter
         self._logs = logs
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
@@ -189,7 +187,7 @@ class Ranks:
                     "kind": command.kind.value,
                     "target": command.target,
                     "arguments": list(command.arguments),
-                    "words": [self._interpreter, *command.words()[1:]],
+                    "words": command.words(),
                 }
             )
         except OSError:
