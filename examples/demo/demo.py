@@ -1,9 +1,11 @@
 """
-The demo: train a small GPT while one rank is killed and another one is stopped, and prove that nothing was lost.
+The demo: train a small GPT while a rank is killed, a worker is lost and a rank is stopped; prove that nothing was lost.
 
     python examples/demo/demo.py            what `make demo` runs
+    python examples/demo/demo.py --fsdp     with weights and optimizer state cut over all ranks (FSDP2)
 
-1. trains examples/chargpt/train.py with 2 workers x 2 ranks under `lastwords run`; a rank is killed, later one hangs;
+1. trains examples/chargpt/train.py with 2 workers x 2 ranks under `lastwords run`: a rank is killed, later a whole
+   worker is lost with its memory, and at last a rank hangs;
 2. trains the same again, undisturbed and without Lastwords, by `torchrun`;
 3. compares, step by step and bit by bit, and draws loss and events over time.
 
@@ -56,31 +58,31 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def script(steps: int, out: pathlib.Path) -> list[str]:
+def script(steps: int, out: pathlib.Path, fsdp: bool) -> list[str]:
     """Command line of the training script."""
-    return [str(SCRIPT), f"--steps={steps}", f"--out={out}"]
+    return [str(SCRIPT), f"--steps={steps}", f"--out={out}", *(["--shard"] if fsdp else [])]
 
 
-def run_protected(folder: pathlib.Path, steps: int, injections: list[str], plain: bool) -> float:
+def run_protected(folder: pathlib.Path, training: list[str], injections: list[str], plain: bool) -> float:
     """The run that is disturbed; returns its seconds."""
     command = [sys.executable, "-m", "lastwords_operator.cli", "run", f"--workers={WORKERS}", f"--procs={PROCS}"]
     command += ["--name=demo", f"--dir={folder / 'job'}", "--save-every=20steps"]
+    # With sharded weights only a replica has what a lost worker's ranks held alone.
+    command += ["--replicas=1"] if "--shard" in training else []
     command += ["--plain"] if plain else []
     for injection in injections:
         command += ["--inject", injection]
     began = time.monotonic()
-    done = subprocess.run(
-        [*command, "--", sys.executable, *script(steps, folder / "disturbed.json")], env=environment(), check=False
-    )
+    done = subprocess.run([*command, "--", sys.executable, *training], env=environment(), check=False)
     if done.returncode:
         raise ProofError(f"the disturbed run ended with exit code {done.returncode}; see {folder / 'job' / 'logs'}")
     return time.monotonic() - began
 
 
-def run_undisturbed(folder: pathlib.Path, steps: int) -> float:
+def run_undisturbed(folder: pathlib.Path, training: list[str]) -> float:
     """The same training, by plain torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS * PROCS}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *script(steps, folder / "undisturbed.json")]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", *training]
     log = folder / "undisturbed.log"
     began = time.monotonic()
     with log.open("wb") as output:
@@ -207,20 +209,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build" / "demo")
+    parser.add_argument("--fsdp", action="store_true", help="cut the model over all ranks")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
     arguments = parser.parse_args()
     folder: pathlib.Path = arguments.folder.resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    kill_at, stop_at = arguments.steps * 2 // 5, arguments.steps * 7 // 10
-    injections = [f"kill rank=1 at-step={kill_at}", f"stop rank=2 at-step={stop_at}"]
+    kill_at, lose_at, stop_at = (arguments.steps * percent // 100 for percent in (30, 55, 80))
+    injections = [
+        f"kill rank=1 at-step={kill_at}",
+        f"lose worker=1 at-step={lose_at}",
+        f"stop rank=2 at-step={stop_at}",
+    ]
     console.rule("1. a disturbed run under Lastwords")
-    console.print(f"rank 1 will be killed at step {kill_at}, rank 2 will be stopped at step {stop_at}")
+    console.print(
+        f"rank 1 will be killed at step {kill_at}, worker 1 lost with its memory at step {lose_at}, rank 2 stopped at "
+        f"step {stop_at}"
+    )
     try:
-        seconds = run_protected(folder, arguments.steps, injections, arguments.plain)
+        training = script(arguments.steps, folder / "disturbed.json", arguments.fsdp)
+        seconds = run_protected(folder, training, injections, arguments.plain)
         disturbed = read_training(folder / "disturbed.json", seconds)
         console.rule("2. the same training, undisturbed, by plain torchrun")
-        undisturbed = read_training(folder / "undisturbed.json", run_undisturbed(folder, arguments.steps))
+        training = script(arguments.steps, folder / "undisturbed.json", arguments.fsdp)
+        undisturbed = read_training(folder / "undisturbed.json", run_undisturbed(folder, training))
         console.print(f"{arguments.steps} steps in {undisturbed.seconds:.0f} s")
         console.rule("3. the proof")
         recoveries = read_recoveries(folder)
