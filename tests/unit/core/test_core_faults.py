@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lastwords.protocol.messages import ExitReport, Notice, Prepared, RankReport, RankState, StackReport
-from lastwords_operator.core import faults
+from lastwords_operator.core import decide, faults
 from lastwords_operator.core.model import Deadlines, FaultKind
 from lastwords_operator.core.observation import DEAD, TRAINER
 from tests.unit.core import build
@@ -115,6 +115,18 @@ def test_fatal_notice_and_missing_command() -> None:
     fault = faults.find(build.job_with(JOB, launcher_error="pythn: not found"))
     assert fault is not None
     assert fault.kind is FaultKind.FATAL
+
+
+@pytest.mark.parametrize(("code", "reason"), [("wrapped", "Wrapped"), ("cold-starts", "NotForked")])
+def test_a_cold_start_is_a_condition_and_no_fault(code: str, reason: str) -> None:
+    """With the words of whoever knows why."""
+    seen = build.job_with(JOB, notices=(Notice(code=code, text="run as it is"),))
+    assert faults.find(seen) is None
+    status = decide.decide(seen).status
+    (condition,) = [item for item in status.conditions if item.type == "WarmStart"]
+    assert (condition.status, condition.reason, condition.message) == (False, reason, "run as it is")
+    plain = decide.decide(build.job_with(JOB)).status.conditions
+    assert "WarmStart" not in {item.type for item in plain}
 
 
 def test_a_worker_that_cannot_get_the_state() -> None:

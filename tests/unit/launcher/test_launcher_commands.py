@@ -176,7 +176,7 @@ def test_a_torch_that_is_new_enough_or_does_not_say_is_taken(
     found = Found(python=(3, 10), torch=torch, numpy=True, lastwords=True)
     monkeypatch.setattr(interpreters, "_probe", lambda *_: found)
     command = commands.parse([sys.executable, "-c", "pass"])
-    assert interpreters.find_runner(command, os.environ, str(tmp_path)).interpreter == sys.executable
+    assert interpreters.find_runner(command, os.environ, str(tmp_path)).prefix[0] == sys.executable
 
 
 def test_an_interpreter_without_lastwords_finds_it_last_on_its_path(

@@ -150,4 +150,4 @@ def test_torchs_own_console_script_is_translated(tmp_path: pathlib.Path) -> None
     program = programs.load([torchrun, "--nproc-per-node=2", "-m", "this"], os.environ, str(tmp_path), SIZE)
     assert program.error == ""
     assert program.runner is not None
-    assert os.path.samefile(program.runner.interpreter, sys.executable)
+    assert os.path.samefile(program.runner.prefix[0], sys.executable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -14,7 +15,7 @@ from lastwords.protocol import codec
 from lastwords.protocol.messages import AgentReport, PartHolding, RankReport, RankState, RestoreSource
 from lastwords_operator.coordinator import ports
 from lastwords_operator.core import observation
-from lastwords_operator.core.model import FaultKind, JobSpec, JobState, JobStatus, Recovery
+from lastwords_operator.core.model import Condition, FaultKind, JobSpec, JobState, JobStatus, Recovery
 from lastwords_operator.view import build, render, show
 from lastwords_operator.view.model import EventView, JobView
 
@@ -105,6 +106,18 @@ def test_the_live_picture_has_it_all() -> None:
         assert word in text
     assert "noticed 20 → kept 50" in text
     assert "[rank 0] step 31" in text
+
+
+def test_a_job_whose_restarts_are_cold_says_why() -> None:
+    obs, status = seen()
+    words = "`bash run.sh` is run as it is: no warm start"
+    cold = dataclasses.replace(
+        status, conditions=(Condition(type="WarmStart", status=False, reason="x", message=words),)
+    )
+    one = build.job_view(obs, cold, [], folder="/f", started_at=900.0, events=[])
+    assert words in render.to_text(render.live(one, []), width=160)
+    assert f"restarts           {words}" in render.to_text(render.summary(one), width=160)
+    assert "restarts  " not in render.to_text(render.summary(view()), width=160)
 
 
 def test_the_summary_says_what_was_lost() -> None:

@@ -17,6 +17,10 @@ PROGRESS_SECONDS = 10.0
 SLOW_SAVE_SECONDS = 60.0
 SLOW_SAVE_TIMES = 3.0
 """A save that takes longer than a minute, and so many times as long as the last one, is told."""
+WARM_START = "WarmStart"
+"""Condition; False where each restart starts processes anew, with the reason."""
+COLD_CODES = {"wrapped": "Wrapped", "cold-starts": "NotForked"}
+"""Notices that say so: the condition's reason."""
 SPURIOUS_HOLD_SECONDS = 2.0
 """A worker that held itself and shows no fault for so long is released."""
 
@@ -42,6 +46,8 @@ def _announce(draft: Draft) -> None:
             if key not in known:
                 known.add(key)
                 draft.event(notice.code, notice.text, warning=notice.fatal, worker=worker, rank=notice.rank)
+            if notice.code in COLD_CODES:
+                draft.condition(WARM_START, False, COLD_CODES[notice.code], notice.text)
     draft.set(notices=tuple(sorted(known))[-200:])
 
 

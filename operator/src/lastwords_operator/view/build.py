@@ -7,6 +7,7 @@ from typing import Any
 
 from lastwords.protocol.messages import AgentReport, RankReport
 from lastwords_operator.coordinator import ports
+from lastwords_operator.core.life import WARM_START
 from lastwords_operator.core.model import FaultKind, JobState, JobStatus, Recovery
 from lastwords_operator.core.observation import AGENT, TRAINER, Observation
 from lastwords_operator.core.observation import WorkerView as Seen
@@ -59,6 +60,7 @@ def job_view(
         snapshot_step=_snapshot_step(reports, seen.spec.topology.world),
         checkpoint_step=status.newest_checkpoint,
         storage_error=errors[0] if errors else "",
+        cold_start=next((row.message for row in status.conditions if row.type == WARM_START and not row.status), ""),
         workers=tuple(_worker(view, rows.get(view.worker)) for view in seen.workers),
         recoveries=tuple(recovery_view(number, row) for number, row in enumerate(status.recoveries, 1)),
         events=tuple(event_view(row) for row in events[-EVENTS_SHOWN:]),

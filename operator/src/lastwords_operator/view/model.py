@@ -75,6 +75,8 @@ class JobView:
     checkpoint_step: int | None = None
     """Newest committed checkpoint."""
     storage_error: str = ""
+    cold_start: str = ""
+    """Why a restart of this job takes longer than it could; "" = it does not."""
     workers: tuple[WorkerView, ...] = ()
     recoveries: tuple[RecoveryView, ...] = ()
     events: tuple[EventView, ...] = ()

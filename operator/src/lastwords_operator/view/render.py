@@ -53,6 +53,8 @@ def _header(view: JobView) -> RenderableType:
     lines: list[RenderableType] = [grid]
     if view.reason:
         lines.append(Text(view.reason, style="dim"))
+    if view.cold_start:
+        lines.append(Text(view.cold_start, style="dim"))
     if view.storage_error:
         lines.append(Text(f"saving fails, training goes on: {view.storage_error}", style="bold red"))
     return Panel(Group(*lines), title="lastwords", title_align="left", padding=(0, 1))
@@ -128,6 +130,8 @@ def summary(view: JobView) -> RenderableType:
     table.add_row("steps lost", str(sum(lost)))
     table.add_row("newest checkpoint", number(view.checkpoint_step))
     table.add_row("folder", escape(view.folder))
+    if view.cold_start:
+        table.add_row("restarts", escape(view.cold_start))
     parts: list[RenderableType] = [table]
     if view.recoveries:
         parts.append(recoveries_table(view.recoveries))

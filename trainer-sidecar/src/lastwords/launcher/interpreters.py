@@ -54,8 +54,7 @@ class Runner:
     """How a rank process is started: `prefix` and then the runner's own arguments."""
 
     prefix: tuple[str, ...]
-    interpreter: str
-    """Absolute path."""
+    """Begins with the interpreter's absolute path."""
 
 
 def check_files(command: Command, path: str, folder: str) -> str:
@@ -95,7 +94,7 @@ def find_runner(command: Command, environment: Mapping[str, str], folder: str) -
         # At the end of the path, unlike PYTHONPATH: it must not hide any package of this interpreter.
         parent = os.path.dirname(os.path.dirname(os.path.abspath(lastwords.__file__)))
         start = ("-c", f"import sys; sys.path.append({parent!r}); from lastwords.trainer.runner import main; main()")
-    return Runner(prefix=(interpreter, *command.flags, *start), interpreter=interpreter)
+    return Runner(prefix=(interpreter, *command.flags, *start))
 
 
 def _missing(name: str, path: str) -> str:
