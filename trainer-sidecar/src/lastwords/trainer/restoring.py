@@ -218,7 +218,7 @@ def _empty_state(chunk: Chunk, parameter: torch.Tensor, group: dict[str, Any]) -
         # Not filled, since the source has every value of it: that would touch all its memory once more.
         return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     if chunk.shape and collect.is_sharded(parameter):
-        # As Adafactor makes its rows and columns: replicated over the parameter's mesh.
+        # State of another shape (a value per row, say) is whole on all ranks of the parameter's mesh.
         return parameter.detach().new_zeros(chunk.shape, dtype=dtype)
     on_device = chunk.shape or group.get("capturable") or group.get("fused")
     return torch.zeros(chunk.shape, dtype=dtype, device=parameter.device if on_device else "cpu")

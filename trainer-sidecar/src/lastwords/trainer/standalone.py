@@ -21,7 +21,7 @@ from lastwords.storage import places, retention, streams
 from lastwords.storage.base import StorageError
 from lastwords.storage.checkpoints import CheckpointError, JobCheckpoints
 from lastwords.storage.streams import Source
-from lastwords.trainer import copying, restoring
+from lastwords.trainer import collect, copying, restoring
 from lastwords.trainer.collect import Collector
 from lastwords.trainer.hoststate import HostStateError
 from lastwords.trainer.parts import Parts, StateError
@@ -147,7 +147,8 @@ class Standalone:
         assert self._recorder is not None
         self._collector.refresh()
         state = self._collector.state
-        if any(chunk.sizes != chunk.shape for chunk in state.chunks):
+        split = any(collect.state_holder(optimizer) is not optimizer for optimizer in self._parts.optimizers.values())
+        if split or any(chunk.sizes != chunk.shape for chunk in state.chunks):
             raise StateError("sharded tensors can be saved only under `lastwords run` or the operator")
         topology = Topology(workers=1, processes_per_worker=self._world)
         table = pieces.build_table(dict.fromkeys(range(self._world), state.chunks), topology, 1)
