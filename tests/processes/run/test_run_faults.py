@@ -7,10 +7,13 @@ import pathlib
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from lastwords.protocol import control
+from lastwords_operator.local import processes
 from tests.processes.run import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -175,3 +178,25 @@ def test_a_second_run_watches_and_says_the_same(run: cases.Run, tmp_path: pathli
     text = second.console.read_text()
     assert "is running this job; showing it" in text
     assert "Complete" in text
+
+
+def test_o_10_a_worker_that_is_told_to_stop_stops_with_all_others_after_one_step(
+    run: cases.Run, reference: pathlib.Path
+) -> None:
+    """Only the launcher of one worker gets the signal, while a rank of the other one is behind."""
+    run.start()
+    run.until_step(15)
+    memory = {int(path.name.split("-")[1]): path for path in run.memory.rglob("control-*")}
+    slow = control.get(memoryview(memory[3].read_bytes()), control.Word.PID)
+    found = [row for row in processes.find(run.uid()) if row.is_container("lastwords.launcher")]
+    told = next(row.pid for row in found if row.worker == 0)
+    os.kill(slow, signal.SIGSTOP)
+    os.kill(told, signal.SIGTERM)
+    time.sleep(0.5)
+    os.kill(slow, signal.SIGCONT)
+    assert run.wait() == 0, run.text()
+    run.equals(reference)
+    run.left_nothing()
+    (recovery,) = run.status()["recoveries"]
+    assert (recovery["kind"], recovery["worker"], recovery["steps_lost"]) == ("WorkerStopping", 0, 0)
+    assert recovery["exact"]
