@@ -85,6 +85,8 @@ def test_a_torchrun_inside_of_a_shell_script_joins_the_job(run: cases.Run, refer
     events = run.console.read_text()
     assert "`bash run.sh` is run as it is" in events
     assert "no warm start" in events
+    (warm,) = [row for row in run.status()["conditions"] if row["type"] == "WarmStart"]
+    assert (warm["status"], warm["reason"]) == (False, "Wrapped")
 
 
 CONDA = """#!/bin/bash
