@@ -11,10 +11,10 @@ PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 SOURCES := operator/src trainer-sidecar/src
 
-.PHONY: help install lock demo test-fast test test-oldest lint format bench storm clean
+.PHONY: help install lock demo test-fast test test-oldest lint format bench bench-interval storm clean
 
 help: ## Show this list
-	@grep -hE '^[a-zA-Z_-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-zA-Z_-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
 
 install: .venv/.installed ## Create .venv with the locked versions and both distributions
 
@@ -63,6 +63,9 @@ format: install ## Format the code and fix what ruff can fix
 
 bench: install ## Measure stall, persist and restart beside their baselines; writes build/bench/*.json
 	$(PYTHON) -m tests.bench
+
+bench-interval: install ## Replay the interval tuner on real failures beside other policies; writes build/bench/interval.json
+	$(PYTHON) -m tests.bench interval
 
 storm: install ## The long runs: 200 random kills on a state of 200 MB; lost workers and sharded state
 	$(PYTHON) tests/storm/run.py --kills 200

@@ -31,7 +31,7 @@ def main(quick: bool) -> None:
     """Rows for build/bench/interval.json."""
     costs = COSTS[1:2] if quick else COSTS
     rows = [row for trace in CLUSTERS for cost in costs for row in replay(trace, cost)]
-    draws = 3 if quick else 12
+    draws = 12 if quick else 40
     rows += [subset(trace, nodes, draws) for trace in ("lanl-18", "lanl-20") for nodes in (16, 64, 128)]
     report.publish("interval", [*rows, retune(), year()])
 
@@ -53,19 +53,23 @@ def replay(trace: str, cost: float) -> list[report.Row]:
 
 
 def subset(trace: str, nodes: int, draws: int) -> report.Row:
-    """Jobs on random nodes at random times, averaged over draws."""
+    """Jobs on random nodes at random times, beside the one constant that is best for all of them together."""
     found = failures.read_trace(TRACES / f"{trace}.csv")
     rng = random.Random(17)
-    ours, best = [], []
+    job = blocking(nodes, SUBSET_DAYS * 86400.0, 6.3)
+    parts = []
     for _ in range(draws):
         chosen = {node: n for n, node in enumerate(rng.sample(range(CLUSTERS[trace]), nodes))}
-        begin = rng.uniform(0, found[-1].at - SUBSET_DAYS * 86400)
-        job = blocking(nodes, SUBSET_DAYS * 86400.0, 6.3)
-        part = renumbered([one for one in found if 0 <= one.at - begin < job.seconds], chosen, begin)
-        ours.append(percent(job, part, "ours"))
-        best.append(100 * compare.best_constant(job, part).avoidable)
+        begin = rng.uniform(0, found[-1].at - job.seconds)
+        parts.append(renumbered([one for one in found if 0 <= one.at - begin < job.seconds], chosen, begin))
+    constants = [100 * 2 ** (n / 4) for n in range(33)]
+    best = min(
+        statistics.fmean(100 * simulate(job, part, policies.Fixed(constant)).avoidable for part in parts)
+        for constant in constants
+    )
+    ours = statistics.fmean(percent(job, part, "ours") for part in parts)
     name = f"{nodes} nodes of {trace} for {SUBSET_DAYS} days, {draws} draws: ours"
-    return report.at_most(name, statistics.fmean(ours), "%", compare.BEST, statistics.fmean(best), 1.05)
+    return report.at_most(name, ours, "%", "best constant of all draws", best, 1.05)
 
 
 def retune() -> report.Row:
@@ -84,12 +88,12 @@ def retune() -> report.Row:
 
 
 def year() -> report.Row:
-    """2048 nodes with last words for a year, in seconds."""
+    """2048 nodes with last words for a year, in seconds of one processor."""
     job = dataclasses.replace(blocking(2048, 365 * 86400.0, 6.3), protection=Protection())
-    begun = time.perf_counter()
+    begun = time.process_time()
     found = failures.draw(failures.poisson, Cluster(nodes=2048, seconds=job.seconds, per_node_hour=4 / 24000), 1)
     simulate(job, found, policies.Ours(job))
-    return report.at_most("a year of 2048 nodes", time.perf_counter() - begun, "s", "limit", 10.0, 1.0)
+    return report.at_most("a year of 2048 nodes", time.process_time() - begun, "s", "limit", 10.0, 1.0)
 
 
 def blocking(nodes: int, seconds: float, cost: float) -> World:

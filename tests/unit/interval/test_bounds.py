@@ -47,12 +47,20 @@ def test_a_change_is_worth_it_outside_the_dead_band(best: float, ratio: float) -
         assert bounds.worth(now, then) == (off > bounds.DEAD_BAND)
 
 
+def resting(
+    now: float, *, period: float = 10, changed: float = 0, failed: float | None = None, gain: float = 1.5
+) -> bool:
+    change = bounds.Change(period_seconds=period, changed_at=changed, failed_at=failed, loss_now=gain, loss_then=1.0)
+    return bounds.resting(change, now)
+
+
 def test_rest_between_changes() -> None:
-    assert bounds.resting(10, changed_at=0, failed_at=None, now=3599)
-    assert not bounds.resting(10, changed_at=0, failed_at=None, now=3600)
-    assert bounds.resting(3000, changed_at=0, failed_at=None, now=5999)
-    assert not bounds.resting(3000, changed_at=0, failed_at=10, now=11)
-    assert bounds.resting(3000, changed_at=20, failed_at=10, now=25)
+    assert resting(3599) and not resting(3600)
+    assert resting(5999, period=3000) and not resting(6000, period=3000)
+    assert not resting(11, failed=10)
+    assert resting(25, changed=20, failed=10)
+    assert resting(599, gain=3) and not resting(600, gain=3)
+    assert resting(5999, period=3000, gain=3)
 
 
 def test_whole_steps() -> None:

@@ -60,9 +60,10 @@ NODE_PRIOR = Prior()
 4 failures per 1000 node-days. Published: 2.3 to 6.5 for GPU nodes (Kokolis et al., HPCA 2025, arXiv 2410.21680: 6.5
 and 2.3; Llama 3, arXiv 2407.21783: 419 in 54 days of 2048 nodes, 3.8).
 """
-JOB_PRIOR = Prior(events=1.0, hours=2000.0)
+JOB_PRIOR = Prior(events=0.5, hours=3000.0)
 """
-Failures of the job itself per hour, whatever its size: one in twelve weeks, as much as a dozen nodes. An assumption.
+Failures of the job itself per hour, whatever its size: as rare as those of one node, and easily convinced. An
+assumption.
 """
 PREEMPTION_PRIOR = Prior(events=0.1, hours=6000.0)
 """Rare until seen: an assumption."""

@@ -139,14 +139,20 @@ def tune(situation: Situation, plan: InForce) -> Tuned:
     steps = _steps((allowed[0].clamp(following[0]), allowed[1].clamp(following[1])), allowed, step)
     kept = (plan.every_steps, plan.persist_every)
     if _stuck(situation, now[1]):
-        shorter = (now[0] / bounds.SHORTER_AT_MOST, now[1] / bounds.SHORTER_AT_MOST)
+        # An interval shorter than the save itself loses more than it can ever keep.
+        cost = situation.measured.snapshot_cost, situation.measured.snapshot_cost + situation.measured.checkpoint_cost
+        shorter = (max(cost[0], now[0] / bounds.SHORTER_AT_MOST), max(cost[1], now[1] / bounds.SHORTER_AT_MOST))
         steps = _steps((allowed[0].clamp(shorter[0]), allowed[1].clamp(shorter[1])), allowed, step)
         return _answer(situation, plan, steps, f"{situation.restarts_without_progress} {STUCK}")
     if _possible(allowed, now):
         then = (steps[0] * step, steps[0] * steps[1] * step)
-        if not bounds.worth(_avoidable(situation, now), _avoidable(situation, then)):
+        change = bounds.Change(
+            period_seconds=now[1], changed_at=plan.changed_at, failed_at=situation.failed_at,
+            loss_now=_avoidable(situation, now), loss_then=_avoidable(situation, then),
+        )  # fmt: skip
+        if not bounds.worth(change.loss_now, change.loss_then):
             return _answer(situation, plan, kept, f"{why}; what is in force is near enough")
-        if bounds.resting(now[1], plan.changed_at, situation.failed_at, situation.now):
+        if bounds.resting(change, situation.now):
             return _answer(situation, plan, kept, f"{why}; the last change is too recent for another")
     return _answer(situation, plan, steps, why)
 

@@ -15,7 +15,7 @@ from lastwords_operator.simulator.world import Outcome, World, simulate
 
 BEST = "best constant"
 """The constant interval that would have been best on each history, found afterwards."""
-_STEPS_TO_BEST = 12
+_STEPS_TO_BEST = 7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

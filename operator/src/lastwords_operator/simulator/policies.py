@@ -93,8 +93,8 @@ class Ours:
 
     @property
     def patience(self) -> float:
-        """As often as changes are allowed; less often the longer nothing happens, as estimates then hardly move."""
-        return max(bounds.REST_SECONDS, self.lived / 8)
+        """Often after a failure; less often the longer nothing happens, as estimates then hardly move."""
+        return max(2 * bounds.URGENT_REST_SECONDS, self.lived / 4)
 
     def stepped(self, now: float, seconds: float) -> None:
         """Exposure."""

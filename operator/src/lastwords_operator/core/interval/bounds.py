@@ -10,6 +10,9 @@ LONGER_AT_MOST = 2.0
 SHORTER_AT_MOST = 4.0
 """Factors per change. Too short costs saves, too long costs work, so that shortening may be quicker."""
 REST_SECONDS = 3600.0
+URGENT_REST_SECONDS = 600.0
+URGENT = 2.0
+"""A plan that loses as many times what another would is left sooner: it was made in a heap of failures that is over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,14 +62,28 @@ def worth(loss_now: float, loss_then: float) -> bool:
     return loss_now > loss_then * (DEAD_BAND + 1 / DEAD_BAND) / 2
 
 
-def resting(period_seconds: float, changed_at: float, failed_at: float | None, now: float) -> bool:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
     """
-    Whether a change must wait: two periods and an hour must have passed since the last one, unless something has failed
-    since then.
+    A change under consideration: the period in force and when it began, the newest failure, and what it would better.
     """
-    if failed_at is not None and failed_at > changed_at:
+
+    period_seconds: float
+    changed_at: float
+    failed_at: float | None
+    loss_now: float
+    loss_then: float
+
+
+def resting(change: Change, now: float) -> bool:
+    """
+    Whether a change must wait: two periods and an hour must have passed since the last one, ten minutes where it is
+    urgent, unless something has failed since then.
+    """
+    if change.failed_at is not None and change.failed_at > change.changed_at:
         return False
-    return now - changed_at < max(2 * period_seconds, REST_SECONDS)
+    rest = URGENT_REST_SECONDS if change.loss_now > URGENT * change.loss_then else REST_SECONDS
+    return now - change.changed_at < max(2 * change.period_seconds, rest)
 
 
 def whole_steps(seconds: float, step_seconds: float) -> int:
