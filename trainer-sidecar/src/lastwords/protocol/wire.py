@@ -331,7 +331,8 @@ KINDS: dict[str, type] = {
     for cls in (
         LauncherHello, Processes, StopRequested, RunRanks, RanksFound, StopRanks, EndLauncher,
         RankHello, LayoutReady, RecordWritten, Boundary, SnapshotReady, HoldState, LiveCopyDone, Stacks, ScriptEnded,
-        RankNotice, Finished, Welcome, Hold, Release, CopyLive, DumpStacks, NewPlan, Persisted, Replicated, RecordKept, MayExit,
+        RankNotice, Finished, Welcome, Hold, Release, CopyLive, DumpStacks, NewPlan, Persisted, Replicated, RecordKept,
+        MayExit,
     )
 }  # fmt: skip
 
