@@ -52,6 +52,17 @@ def test_last_words_and_layout_matter(capsys: pytest.CaptureFixture[str]) -> Non
     assert redone("--layout", "ddp") < redone("--layout", "fsdp") < redone("--no-last-words")
 
 
+@pytest.mark.slow
+def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    answer(capsys, "--plot", str(tmp_path / "pictures"))
+    pictures = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
+    assert set(pictures) == {"waste.png", "goodput.png", "interval.png"}
+    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
+    (tmp_path / "file").write_text("")
+    assert cli.main([*SMALL, "--plot", str(tmp_path / "file")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_a_trace_in_place_of_a_process(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     rows = "".join(f"{hour * 3600},{hour % 7},hardware,60\n" for hour in range(1, 100))
     (tmp_path / "outages.csv").write_text("seconds,node,category,down_minutes\n" + rows)

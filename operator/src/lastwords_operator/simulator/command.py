@@ -9,6 +9,7 @@ import io
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from rich import box
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lastwords_operator.core import tuning
-from lastwords_operator.simulator import compare, failures, policies, presets
+from lastwords_operator.simulator import compare, failures, plots, policies, presets
 from lastwords_operator.simulator.compare import Line
 from lastwords_operator.simulator.failures import Cluster, Failure, FailuresError
 from lastwords_operator.simulator.world import Protection, World
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--runs", type=_count, default=5, metavar="N", help="histories (default 5)")
     out.add_argument("--seed", type=int, default=1, help="the same seed gives the same answer (default 1)")
+    out.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="write pictures into this folder (matplotlib)")
     form = out.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs")
     form.add_argument("--csv", action="store_true", help="for spreadsheets")
@@ -76,13 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Simulate and print. `FailuresError` for what cannot be used."""
     world, histories = prepare(options)
-    lines, _ = compare.run(world, histories, options.policies)
+    lines, first = compare.run(world, histories, options.policies)
     if options.json:
         print(json.dumps([dataclasses.asdict(line) for line in lines], indent=1))
     elif options.csv:
         print(_csv(lines), end="")
     else:
         _print(world, lines, options)
+    if options.plot:
+        for path in plots.draw(options.plot, world, histories, (lines, first)):
+            print(path, file=sys.stderr)
     return 0
 
 
@@ -128,15 +133,18 @@ def _print(world: World, lines: Sequence[Line], options: argparse.Namespace) -> 
         f"a save costs {tuning.duration(world.measured.snapshot_cost + world.measured.checkpoint_cost)}"
     )
     table = Table(box=box.SIMPLE, padding=(0, 0, 0, 1))
-    for heading in ("policy", "goodput", "±", "saves", "redone", "recovery", "waits", "interval", "changes"):
+    waits = ["waits"] if world.spares is not None else []
+    for heading in ("policy", "goodput", "±", "saves", "redone", "recovery", *waits, "interval", "changes"):
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     for line in lines:
-        shares = (line.goodput.mean, line.goodput.half_width, line.saving, line.redone, line.recovering, line.waiting)
+        shares = [line.goodput.mean, line.goodput.half_width, line.saving, line.redone, line.recovering]
+        shares += [line.waiting] if waits else []
         table.add_row(
             line.policy, *(f"{share:.2%}" for share in shares),
             tuning.duration(line.interval_seconds), f"{line.changes:.0f}",
         )  # fmt: skip
-    Console().print(table)
+    console = Console()
+    Console(width=max(96, console.width)).print(table)
 
 
 def _csv(lines: Sequence[Line]) -> str:
