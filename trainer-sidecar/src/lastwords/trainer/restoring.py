@@ -147,11 +147,9 @@ def _changes(parts: Parts, collector: Collector) -> dict[str, Any]:
         for part, groups in ((part, optimizer.param_groups) for part, optimizer in parts.optimizers.items())
         if len(groups) > born.groups[part]
     }
-    thawed = {
-        name: parameter.requires_grad
-        for name, parameter in state.parameters.items()
-        if parameter.requires_grad != born.trainable.get(name, parameter.requires_grad)
-    }
+    trained = {name: parameter.requires_grad for name, parameter in state.parameters.items()}
+    same = trained == born.trainable  # at every boundary: the short way
+    thawed = {} if same else {n: now for n, now in trained.items() if now != born.trainable.get(n, now)}
     return {"added": added, "thawed": thawed, "aliases": state.aliases, "listing": state.listing}
 
 
