@@ -236,6 +236,8 @@ class Saver:
             others_seconds=settings.others_seconds,
         )
         self._task = asyncio.create_task(self._run(self._current))
+        if order.chosen:
+            self.calls.repeat(order.id)
         self._on_change()
 
     async def _fetch_record(self, order: SaveOrder, rank: int) -> bytes | None:
