@@ -33,7 +33,7 @@ lock: ## Write requirements.lock anew from requirements.in (a fresh environment;
 	mv build/requirements.lock requirements.lock
 	rm -rf build/lock-venv
 
-demo: install ## Train a small GPT, kill one rank, hang another, and prove that nothing was lost
+demo: install ## Train a small GPT, kill a rank, lose a worker, hang a rank, and prove that nothing was lost
 	$(PYTHON) examples/demo/demo.py
 
 test-fast: install ## The quick tests: under two minutes
