@@ -34,7 +34,7 @@ from lastwords.protocol.messages import (
 )
 from lastwords_operator.coordinator import channel
 
-TOTAL = 60
+TOTAL = int(os.environ.get("FAKE_STEPS", "60"))
 STEPS_PER_SECOND = 50.0
 
 

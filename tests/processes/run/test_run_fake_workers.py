@@ -46,6 +46,13 @@ def test_from_start_to_end(run: FakeRun) -> None:
     assert "steps lost         0" in run.console.read_text()
 
 
+@pytest.fixture
+def long_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not through before a signal that is sent to it arrives."""
+    monkeypatch.setenv("FAKE_STEPS", "400")
+
+
+@pytest.mark.usefixtures("long_job")
 def test_ctrl_c_then_the_same_command_again(run: FakeRun) -> None:
     first = run.start()
     run.until(lambda: run.status().get("state") == "Running")
@@ -61,6 +68,7 @@ def test_ctrl_c_then_the_same_command_again(run: FakeRun) -> None:
     assert status["lineage"][-1] == {"attempt": 2, "step": stopped_at, "parent": 1}
 
 
+@pytest.mark.usefixtures("long_job")
 def test_a_sigterm_is_as_good_as_a_ctrl_c(run: FakeRun) -> None:
     first = run.start()
     run.until(lambda: run.status().get("state") == "Running")
