@@ -82,7 +82,9 @@ class FakeAgent:
         if running:
             step, done = self.step()
             if done and self.options.worker == 0 and [step, int(running["attempt"])] not in self.checkpoints():
-                self.saved.write_text(json.dumps([*self.checkpoints(), [step, int(running["attempt"])]]))
+                new = self.saved.with_suffix(".new")
+                new.write_text(json.dumps([*self.checkpoints(), [step, int(running["attempt"])]]))
+                new.rename(self.saved)  # the other worker reads it at any moment
             first = self.options.worker * self.options.procs
             state = RankState.FINISHED if done else RankState.RUNNING
             ranks = tuple(

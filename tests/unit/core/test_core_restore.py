@@ -258,7 +258,7 @@ def test_a_checkpoint_in_use_is_never_deleted(stored: list[object], keep: int) -
     assert [(item.step, item.attempt) for item in used] == [
         (started.status.restore.step, started.status.restore.attempt)
     ]
-    assert not set(used) & set(retention.choose_deletions(stored, keep, used))  # type: ignore[arg-type]
+    assert not set(used) & set(retention.choose_deletions(stored, retention.Keep(last=keep), used))  # type: ignore[arg-type]
 
 
 def test_the_number_of_orders_grows_only_with_their_content() -> None:
