@@ -40,7 +40,7 @@ test-fast: install ## The quick tests: under two minutes
 	$(PYTEST) -m "not slow and not storm"
 
 test: lint ## Lint and every test but the long storm: under twenty minutes
-	$(PYTEST) -m "not storm"
+	$(PYTEST) -m "not storm" --durations=40
 
 .venv-oldest/.installed: requirements-oldest.lock trainer-sidecar/pyproject.toml
 	[ -x .venv-oldest/bin/python ] || $(BOOTSTRAP_PYTHON) -m venv .venv-oldest
