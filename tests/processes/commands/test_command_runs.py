@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import pathlib
 import shlex
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,15 +21,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return support.undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.fixture
-def run(tmp_path: pathlib.Path) -> Iterator[cases.Run]:
-    memory = pathlib.Path(tempfile.mkdtemp(prefix="lw-", dir="/dev/shm"))
-    one = cases.Run(tmp_path, memory)
-    yield one
-    one.clean_up()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 @pytest.fixture

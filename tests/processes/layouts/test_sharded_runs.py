@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,15 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 SCRIPT = pathlib.Path(__file__).with_name("train_sharded.py")
 STEPS = 40
 EVERY = 5
-
-
-@pytest.fixture
-def run(tmp_path: pathlib.Path) -> Iterator[cases.Run]:
-    memory = pathlib.Path(tempfile.mkdtemp(prefix="lw-", dir="/dev/shm"))
-    one = cases.Run(tmp_path, memory)
-    yield one
-    one.clean_up()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 def undisturbed(folder: pathlib.Path, mode: str) -> pathlib.Path:

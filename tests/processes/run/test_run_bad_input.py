@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pathlib
-import shutil
 import sys
-import tempfile
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,15 +24,6 @@ for step in checkpointer.steps(int(os.environ.get("STEPS", "20"))):
     model(torch.ones(2, 8)).square().mean().backward()
     optimizer.step()
 """
-
-
-@pytest.fixture
-def run(tmp_path: pathlib.Path) -> Iterator[cases.Run]:
-    memory = pathlib.Path(tempfile.mkdtemp(prefix="lw-", dir="/dev/shm"))
-    one = cases.Run(tmp_path, memory)
-    yield one
-    one.clean_up()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 def start(run: cases.Run, script: str, *options: str, name: str = "script.py") -> None:

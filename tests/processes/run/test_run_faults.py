@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,20 +14,6 @@ from lastwords_operator.local import processes
 from tests.processes.run import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return cases.undisturbed(tmp_path_factory.mktemp("undisturbed"))
-
-
-@pytest.fixture
-def run(tmp_path: pathlib.Path) -> Iterator[cases.Run]:
-    memory = pathlib.Path(tempfile.mkdtemp(prefix="lw-", dir="/dev/shm"))
-    one = cases.Run(tmp_path, memory)
-    yield one
-    one.clean_up()
-    shutil.rmtree(memory, ignore_errors=True)
 
 
 def test_undisturbed(run: cases.Run, reference: pathlib.Path) -> None:

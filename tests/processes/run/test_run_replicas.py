@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import pathlib
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -49,13 +45,10 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def run(tmp_path: pathlib.Path) -> Iterator[cases.Run]:
-    memory = pathlib.Path(tempfile.mkdtemp(prefix="lw-", dir="/dev/shm"))
-    (tmp_path / "script.py").write_text(SCRIPT)
-    one = cases.Run(tmp_path, memory)
-    yield one
-    one.clean_up()
-    shutil.rmtree(memory, ignore_errors=True)
+def run(run: cases.Run) -> cases.Run:
+    """With the script in its folder."""
+    (run.folder / "script.py").write_text(SCRIPT)
+    return run
 
 
 def _line(run: cases.Run, *options: str) -> list[str]:
