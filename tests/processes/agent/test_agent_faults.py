@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from lastwords.protocol import control, wire
+from lastwords.protocol import control, volume, wire
 from lastwords.protocol.control import Word
 from lastwords.protocol.manifest import CheckpointId
 from lastwords.protocol.messages import PersistOrder, RankState, RestorePlan, RestoreSource, RunState
@@ -307,6 +307,36 @@ async def test_a_coordinator_that_stays_away_means_last_words_and_a_clean_end(tm
         job = checkpoints(world)
         assert [(info.id.step, info.kind) for info in job.list_checkpoints()] == [(7, "last-words")]
         assert job.verify(CheckpointId(step=7, attempt=1)) == []
+        await world.coordinator.start()
+
+
+@pytest.mark.slow
+async def test_without_a_coordinator_a_worker_does_not_wait_for_one_that_had_nothing_to_save(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Worker 1 never heard that step 7 was whole, and ends with what is saved already: nothing."""
+
+    def prepare(world: World) -> None:
+        world.arguments = ["--coordinator-lost-seconds", "1"]
+
+    async with running(tmp_path, TWO, prepare) as world:
+        await world.run_attempt(1)
+        world.volumes[0].write_layout()
+        for number in world.topology.ranks_of(0):
+            rank = world.ranks[number]
+            rank.boundary(7)
+            rank.snapshot(7, 1, persist=False)
+            control.put(rank.block, Word.FLOOR_STEP, 8)
+        await world.coordinator.stop()
+        for worker in (1, 0):
+            launcher = world.launchers[worker]
+            await until(lambda one=launcher: one.of(wire.StopRanks), "the ranks are to end", 40)
+            for number in world.topology.ranks_of(worker):
+                world.ranks[number].close()
+            await launcher.wait(wire.EndLauncher)
+            await until(lambda w=worker: world.agents[w].poll() is not None, "the agent ends")
+        assert checkpoints(world).list_checkpoints() == []
+        assert (world.volumes[0].folder / volume.part(1, 0)).exists(), "what could not be saved stays in memory"
         await world.coordinator.start()
 
 

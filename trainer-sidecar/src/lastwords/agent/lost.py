@@ -14,6 +14,11 @@ log = logging.getLogger("lastwords.agent")
 
 SETTLE_SECONDS = 2.0
 """After the hold: until running copies have ended and all ranks know the newest floor."""
+OTHERS_SECONDS = 20.0
+"""
+The others began to save at about the same time. One that knew of no newer step than the last checkpoint has ended by
+then, and the save that waits for its part would wait in vain.
+"""
 SAVE_SECONDS = 120.0
 
 
@@ -47,7 +52,8 @@ class CoordinatorLost:
         elif not self._worker.any_alive():
             self.ending = self._saver.idle
         elif now - self._since > SETTLE_SECONDS:
-            self.ending = self._kept() or now - self._since > SETTLE_SECONDS + SAVE_SECONDS
+            late = now - self._since > SETTLE_SECONDS + SAVE_SECONDS
+            self.ending = self._kept() or self._saver.gave_up_on_others(OTHERS_SECONDS) or late
 
     def _kept(self) -> bool:
         """Save the newest step that is complete on all ranks; True when it is saved or there is none."""

@@ -146,6 +146,14 @@ class Saver:
         elif self._current is None and not self.committed(order.id.step, order.id.attempt):
             self._begin(order)
 
+    def gave_up_on_others(self, seconds: float) -> bool:
+        """Give up a save in which for so long only other workers' parts have been missing; whether there was one."""
+        current = self._current
+        if current is None or current.waiting_since is None or time.monotonic() - current.waiting_since < seconds:
+            return False
+        current.give_up()
+        return True
+
     async def stop(self) -> None:
         """End whatever goes on; threads that are stuck are left behind."""
         self._stopped = True
