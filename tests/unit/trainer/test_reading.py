@@ -67,8 +67,7 @@ def test_a_damaged_byte_in_a_block_that_is_read_is_an_error(tmp_path: pathlib.Pa
     file, places, data = _file(tmp_path, seed)
     draw = random.Random(seed)
     places = {name: place for name, place in places.items() if place[0] < place[1]}
-    if not places:
-        pytest.skip("only empty tensors")
+    assert places, "every seed here has a tensor that is not empty"
     begin, end = places[name := draw.choice(sorted(places))]
     size = snapshots.BLOCK_BYTES
     # Anywhere in those blocks, between tensors too: a checksum is one of a whole block.
