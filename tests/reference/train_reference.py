@@ -71,10 +71,10 @@ class Network(nn.Module):
 
 
 @torch.no_grad()
-def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
+def update_ema(ema: nn.Module, model: nn.Module, decay: float, buffers: bool) -> None:
     for average, current in zip(ema.parameters(), model.parameters(), strict=True):
         average.lerp_(current, 1 - decay)
-    for average, current in zip(ema.buffers(), model.buffers(), strict=True):
+    for average, current in zip(ema.buffers(), model.buffers(), strict=True) if buffers else ():
         average.copy_(current)
 
 
@@ -141,6 +141,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=64, help="3700 makes a state of about 220 MB")
     parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
     parser.add_argument("--shard", action="store_true", help="cut the state over all ranks (FSDP2) instead of DDP")
+    parser.add_argument(
+        "--foretold",
+        action="store_true",
+        help="the EMA leaves BatchNorm's buffers alone: nothing of a rank alone changes after its last gradient",
+    )
     parser.add_argument("--loader-workers", type=int, default=2)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="makes each step this much longer")
     return parser.parse_args()
@@ -205,7 +210,7 @@ def main() -> None:
             opt.step()
             head_opt.step()
             sched.step()
-            update_ema(ema, net, decay=0.95)
+            update_ema(ema, net, decay=0.95, buffers=not args.foretold)
     os.close(losses)
 
     own = digest({"model": net, "ema": ema}, {"optimizer": opt, "head_optimizer": head_opt})

@@ -18,7 +18,7 @@ from tests.processes.launcher.fake_agent import FakeAgent, Launched, Peer, end
 from tests.processes.run import cases
 
 STEPS = 30
-SCRIPT = (f"--steps={STEPS}", "--loader-workers=1", "--step-seconds=0.02")
+SCRIPT = (f"--steps={STEPS}", "--loader-workers=1", "--step-seconds=0.02", "--foretold")
 WORLD = 2
 
 
